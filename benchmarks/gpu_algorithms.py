@@ -18,12 +18,14 @@ all-gather-matmuls that others have measured on 8 H100 (tests/bench/test_gpu_alg
 from __future__ import annotations
 
 import argparse
+import heapq
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from symm_cp.ops.attention.choice import by_size as algorithm_of_attention
 from symm_cp.ops.matmul import algorithms
-from symm_cp.schedule import Compute, Copy, Step
+from symm_cp.schedule import Compute, Copy, Schedule, Signal, Step, Wait
 from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.schedule.mask import CAUSAL, NO_MASK
 from symm_cp.schedule.patterns import (
@@ -41,8 +43,9 @@ from symm_cp.schedule.patterns import (
     PRODUCE_AND_REDUCE_SCATTER,
     Variant,
 )
+from symm_cp.schedule.patterns.pattern import Draft
 from symm_cp.schedule.patterns.produce_and_all_reduce import in_one_shot
-from symm_cp.schedule.simulate import simulate
+from symm_cp.schedule.simulate import simulate_shared
 from symm_cp.schedule.tiles import tiles, tiles_of_others
 
 FLOPS, MULTIPROCESSORS = 0.65 * 989e12, 132
@@ -61,15 +64,72 @@ HOST = {
 }
 
 
-def product(rows: int, inner: int, columns: int) -> float:
-    """Seconds of a matmul of `rows` x `inner` with `inner` x `columns`."""
-    waves = (
-        math.ceil(math.ceil(rows / height) * math.ceil(columns / width) / MULTIPROCESSORS)
-        * (2.0 * height * width * inner / (FLOPS / MULTIPROCESSORS * speed))
-        for height, width, speed in TILES
-    )
-    moved = (inner * columns + rows * (inner + columns)) * ITEM / MEMORY
-    return KERNEL + max(min(waves), moved)
+@dataclass(frozen=True)
+class Product:
+    """A matmul: its tiles, the seconds of each on a multiprocessor, and the bytes that it moves."""
+
+    tiles: int
+    each: float
+    nbytes: float
+
+    @classmethod
+    def of(cls, rows: int, inner: int, columns: int) -> Product:
+        """The matmul of `rows` x `inner` with `inner` x `columns`, in the fastest tiles."""
+        nbytes = (inner * columns + rows * (inner + columns)) * ITEM
+        cuts = [
+            cls(
+                math.ceil(rows / height) * math.ceil(columns / width),
+                2.0 * height * width * inner / (FLOPS / MULTIPROCESSORS * speed),
+                nbytes,
+            )
+            for height, width, speed in TILES
+        ]
+        return min(cuts, key=lambda cut: cut.alone)
+
+    @property
+    def alone(self) -> float:
+        """Its seconds on an idle GPU."""
+        waves = math.ceil(self.tiles / MULTIPROCESSORS) * self.each
+        return KERNEL + max(waves, self.nbytes / MEMORY)
+
+
+class Gpu:
+    """When the steps of one GPU end; `fills`: kernels of two streams share multiprocessors.
+
+    Tiles go to the multiprocessor that is idle first, in the order in which kernels begin. Copies
+    from peers share a link, kernels share the memory. Without `fills`, a kernel begins when the one
+    before has ended.
+    """
+
+    def __init__(self, *, fills: bool) -> None:
+        self.fills = fills
+        self.free = [0.0] * MULTIPROCESSORS
+        self.memory = self.link = 0.0
+
+    def pull(self, nbytes: float, start: float) -> float:
+        """Returns when a copy from a peer ends."""
+        self.link = max(self.link, start) + nbytes / LINK
+        return self.link
+
+    def multiply(self, kernel: Product, start: float) -> float:
+        """Returns when a matmul ends."""
+        start = (start if self.fills else max(start, *self.free, self.memory)) + KERNEL
+        free = [max(time, start) for time in self.free]
+        tiles, end = kernel.tiles, start
+        heapq.heapify(free)
+        while tiles:
+            # Once each multiprocessor is at most a tile behind another, all take turns.
+            if tiles > MULTIPROCESSORS and max(free) - free[0] <= kernel.each:
+                turns = tiles // MULTIPROCESSORS
+                free = [time + turns * kernel.each for time in free]
+                tiles -= turns * MULTIPROCESSORS
+                end = max(end, *free)
+            else:
+                last = heapq.heapreplace(free, free[0] + kernel.each) + kernel.each
+                end, tiles = max(end, last), tiles - 1
+        self.free = free
+        self.memory = max(self.memory, start) + kernel.nbytes / MEMORY
+        return max(end, self.memory)
 
 
 def copy(nbytes: float) -> float:
@@ -82,26 +142,84 @@ def reduce(nbytes: float, parts: int) -> float:
     return (parts + 1) * nbytes / MEMORY
 
 
-def of_schedule(
-    variant: Variant,
-    ranks: int,
-    kernel: float | Callable[[int, Compute], float],
-    shard: float,
-    partial: float,
-) -> float:
-    """Seconds of a schedule, of which each kernel takes `kernel` seconds; sizes in bytes."""
+#: Of a kernel: its seconds, or a matmul.
+Kernel: TypeAlias = "float | Product | Callable[[int, Compute], float]"
 
-    def cost(rank: int, step: Step) -> float:
+
+def of_schedule(
+    schedules: Sequence[Schedule], kernel: Kernel, shard: float, partial: float, *, fills: bool
+) -> float:
+    """Seconds of a call of which each kernel is `kernel`; sizes in bytes."""
+    gpus = [Gpu(fills=fills) for _ in schedules]
+
+    def end(rank: int, step: Step, start: float) -> float:
         if isinstance(step, Copy):
             nbytes = partial if step.dst.buffer == "partials" else shard
-            return nbytes / LINK if step.src.rank != step.dst.rank else copy(nbytes)
+            if step.src.rank != step.dst.rank:
+                return gpus[rank].pull(nbytes, start)
+            return start + copy(nbytes)
         if not isinstance(step, Compute):
-            return 0.0
+            return start
         if step.kernel in ("reduce", "add"):
-            return reduce(partial, ranks)
-        return kernel(rank, step) if callable(kernel) else kernel
+            return start + reduce(partial, len(schedules))
+        if step.kernel == "barrier":
+            return start + KERNEL
+        if isinstance(kernel, Product):
+            return gpus[rank].multiply(kernel, start)
+        return start + (kernel(rank, step) if callable(kernel) else kernel)
 
-    return simulate([variant.schedules(ranks)], cost, signal=SIGNAL).total
+    return simulate_shared([schedules], end, signal=SIGNAL).total
+
+
+class Torchs(Draft):
+    """The pipelines of torch's fused matmuls on two streams, as torch 2.13 makes them."""
+
+    def barrier(self, lane: str, name: str) -> None:
+        """All ranks wait for all."""
+        self.add(lane, Compute("barrier", 0, (), ()), *self.signals(name), *self.waits(name))
+
+    def follow(self, lane: str, other: str, name: str) -> None:
+        """A stream waits for what another was given so far."""
+        self.add(other, Signal(self.rank, name))
+        self.add(lane, Wait(self.rank, name))
+
+    def schedule(self) -> Schedule:
+        """The steps of both streams."""
+        lanes: dict[str, list[Step]] = {}
+        for lane, step in self.order:
+            lanes.setdefault(lane, []).append(step)
+        named = {lane: tuple(steps) for lane, steps in lanes.items()}
+        return Schedule("torch's", self.rank, self.world_size, named, self.slots)
+
+    def gather(self) -> Schedule:
+        """`_pipelined_all_gather_and_consume`."""
+        self.barrier("compute", "begin")
+        self.compute(Copy(self.own("input"), self.own("slot")))
+        self.barrier("compute", "ready")
+        self.follow("compute2", "compute", "begun")
+        self.compute(Compute("consume", self.rank, (), ()))
+        for turn, peer in enumerate(self.peers, 1):
+            pull = Copy(self.of(peer, "slot"), self.own("gathered", peer))
+            self.add("compute2" if turn % 2 else "compute", pull, Compute("consume", peer, (), ()))
+        self.follow("compute", "compute2", "ended")
+        self.barrier("compute", "end")
+        return self.schedule()
+
+    def scatter(self) -> Schedule:
+        """`_pipelined_produce_and_all2all`, and the sum behind it."""
+        self.barrier("compute", "begin")
+        self.follow("compute2", "compute", "begun")
+        for turn, peer in enumerate(self.peers, 1):
+            lane, source = "compute2" if turn % 2 else "compute", (self.rank - turn) % self.world_size
+            self.add(lane, Compute("produce", peer, (), ()))
+            self.barrier(lane, f"made{turn}")
+            self.add(lane, Copy(self.of(source, "slot"), self.own("partials", source)))
+            self.barrier(lane, f"pulled{turn}")
+        self.compute(Compute("produce", self.rank, (), ()))
+        self.follow("compute", "compute2", "ended")
+        self.barrier("compute", "end")
+        self.compute(Compute("reduce", 0, (), ()))
+        return self.schedule()
 
 
 @dataclass(frozen=True)
@@ -116,28 +234,69 @@ class Matmul:
     inner: int
     columns: int
 
-    def seconds(self, ranks: int) -> dict[str, float]:
-        """Returns the seconds of each way."""
-        one, at_once = self._product(1), self._product(ranks)
-        if self.op in ("gather", "gradient"):
-            shard = self.rows * self.inner * ITEM
-            gather = ALL_GATHER_AND_CONSUME
-            by_shards = of_schedule(gather.staged(), ranks, one, shard, 0.0)
-            whole = of_schedule(gather.staged(keep=True), ranks, 0.0, shard, 0.0) + at_once
-            return {"shards": by_shards, "whole": whole}
-        partial = self.rows * self.columns * ITEM
-        if self.op == "scatter":
-            scatter = PRODUCE_AND_REDUCE_SCATTER.staged()
-            by_shards = of_schedule(scatter, ranks, one, 0.0, partial)
-            whole = of_schedule(scatter, ranks, copy(partial), 0.0, partial) + at_once
-            return {"shards": by_shards, "whole": whole}
-        form = PRODUCE_AND_ALL_REDUCE.staged
-        by_shards = of_schedule(form(), ranks, one, partial, partial)
+    def seconds(self, ranks: int, *, fills: bool = True) -> dict[str, float]:
+        """Returns the seconds of each algorithm; `fills`: see `Gpu`."""
+        if self.op in ("gather", "scatter"):
+            pattern = ALL_GATHER_AND_CONSUME if self.op == "gather" else PRODUCE_AND_REDUCE_SCATTER
+            by_shards = {
+                algorithm: self._piped(pattern.staged(lanes=lanes).schedules(ranks), fills=fills)
+                for algorithm, lanes in (("shards", False), ("lanes", True))
+            }
+            return {**by_shards, "whole": self._whole(ranks)}
+        if self.op == "gradient":
+            one = self._gradient(1)
+            schedules = ALL_GATHER_AND_CONSUME.staged().schedules(ranks)
+            return {"shards": self._piped(schedules, one), "whole": self._whole(ranks)}
+        form, partial = PRODUCE_AND_ALL_REDUCE.staged, self._partial
+        by_parts = of_schedule(form().schedules(ranks), self._product, partial, partial, fills=True)
         one_shot = in_one_shot(partial * ranks, ranks)
         summed = partial * ranks if one_shot else partial
         variant = form(one_shot=True) if one_shot else form(whole=True)
-        whole = of_schedule(variant, ranks, at_once, summed, summed)
-        return {"shards": by_shards, "whole": whole}
+        at_once = Product.of(ranks * self.rows, self.inner, self.columns)
+        whole = of_schedule(variant.schedules(ranks), at_once, summed, summed, fills=True)
+        return {"shards": by_parts, "whole": whole}
+
+    def torchs(self, ranks: int, *, fills: bool) -> float:
+        """Returns the seconds of torch's op."""
+        drafts = [Torchs(rank, ranks, 2) for rank in range(ranks)]
+        made = [d.gather() if self.op == "gather" else d.scatter() for d in drafts]
+        return self._piped(made, fills=fills)
+
+    def limit(self, ranks: int) -> float:
+        """Returns the seconds of the matmul or of the transfer alone, whichever takes longer."""
+        shard = self._shard if self.op == "gather" else self._partial
+        at_once = Product.of(ranks * self.rows, self.inner, self.columns)
+        return max(at_once.alone, (ranks - 1) * shard / LINK)
+
+    @property
+    def _shard(self) -> float:
+        return self.rows * self.inner * ITEM
+
+    @property
+    def _partial(self) -> float:
+        return self.rows * self.columns * ITEM
+
+    @property
+    def _product(self) -> Product:
+        return Product.of(self.rows, self.inner, self.columns)
+
+    def _piped(
+        self, schedules: Sequence[Schedule], kernel: Kernel | None = None, *, fills: bool = True
+    ) -> float:
+        """Seconds of a pipeline whose kernels are products of shards."""
+        kernel = self._product if kernel is None else kernel
+        return of_schedule(schedules, kernel, self._shard, self._partial, fills=fills)
+
+    def _whole(self, ranks: int) -> float:
+        """Seconds of the gather or scatter alone, and of one product."""
+        if self.op == "scatter":
+            schedules = PRODUCE_AND_REDUCE_SCATTER.staged().schedules(ranks)
+            moved = self._piped(schedules, copy(self._partial))
+            return moved + Product.of(ranks * self.rows, self.inner, self.columns).alone
+        moved = self._piped(ALL_GATHER_AND_CONSUME.staged(keep=True).schedules(ranks), 0.0)
+        if self.op == "gradient":
+            return moved + self._gradient(ranks)
+        return moved + Product.of(ranks * self.rows, self.inner, self.columns).alone
 
     def by_size(self) -> str:
         """Returns the algorithm that the op takes without a measurement."""
@@ -147,10 +306,9 @@ class Matmul:
             return algorithms.for_gradient(DEVICE, self.rows, self.columns)
         return algorithms.for_sum(DEVICE, self.rows, self.columns)
 
-    def _product(self, shards: int) -> float:
-        if self.op != "gradient":
-            return product(shards * self.rows, self.inner, self.columns)
-        seconds = product(self.inner, shards * self.rows, self.columns)
+    def _gradient(self, shards: int) -> float:
+        """Seconds of the weight gradient of some ranks' rows."""
+        seconds = Product.of(self.inner, shards * self.rows, self.columns).alone
         # Each product is rounded to a buffer, then added to a float32 sum: five times the bytes of
         # the result in all (a copy moves two).
         return seconds + (copy(2.5 * self.inner * self.columns * ITEM) if shards == 1 else 0.0)
@@ -194,7 +352,8 @@ class Attention:
             others = step.kernel == "consume others"
             return self._kernels(ranks, rank, None if others else step.index)
 
-        return of_schedule(variant, ranks, kernel, shard, shard * WIDE / ITEM)
+        schedules = variant.schedules(ranks)
+        return of_schedule(schedules, kernel, shard, shard * WIDE / ITEM, fills=True)
 
     def _kernels(self, ranks: int, rank: int, owner: int | None) -> float:
         """Seconds of a rank's tiles against the keys of `owner` (None: of all others)."""

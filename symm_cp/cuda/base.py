@@ -98,7 +98,7 @@ class Device(ABC):
         return f"{type(self).__name__}({self.torch_device})"
 
     @abstractmethod
-    def streams(self, user: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, ...]:
         """The driver's handles of the streams of `lowering.LANES`: the caller's current one first.
 
         Each `user_of_streams` has its own other streams: background transfers delay nothing, and

@@ -4,15 +4,19 @@
 
 No GPU is used. For each op and size it prints the microseconds of each algorithm, and the one
 that the op takes without a table of `symm-cp tune` (ops/matmul/algorithms.py,
-ops/attention/choice.py).
+ops/attention/choice.py). `--layers` prints the fused matmuls of two Llamas instead, beside the
+limit (the matmul or the transfer alone, whichever is longer) and torch's fused ops.
 
 The figures are from NVIDIA's data sheet of the H100 SXM (dense bfloat16: 989 TFLOP/s, 3.35 TB/s,
-NVLink 4 with 450 GB/s per direction). The share of a peak that is reached is an assumption: 0.65
-for attention (FlashAttention-3, Shah et al. 2024, reports up to 0.75), 0.8 for links. GPUs compute
-products in *tiles*, one on a multiprocessor at a time, so a shard with fewer tiles than the GPU has
-multiprocessors takes as long as a shard with a tile for each (wave quantization, as NVIDIA's guide
-to matrix multiplication calls it). The tiles and the share of 0.65 were fitted to ten
-all-gather-matmuls that others have measured on 8 H100 (tests/bench/test_gpu_algorithms.py).
+NVLink 4 with 450 GB/s per direction). The share of a peak that is reached is an assumption: 0.8 for
+links, and for attention by kernel (`ATTENTION`). GPUs compute products in *tiles*, one on a
+multiprocessor at a time, so a shard with fewer tiles than the GPU has multiprocessors takes as long
+as a shard with a tile for each (wave quantization, as NVIDIA's guide to matrix multiplication calls
+it), unless a kernel of another stream takes the idle ones. torch's ops and our algorithm `lanes` do
+that. Whether GPUs do is open: ten of torch's all-gather-matmuls on 8 H100, as others have measured
+them (tests/bench/test_gpu_algorithms.py), took 1.00 to 1.52 (once 0.83) of the model's time if
+kernels share multiprocessors, 0.72 to 1.29 if they do not. The tiles and the share of 0.65 were
+fitted to them.
 """
 
 from __future__ import annotations
@@ -48,11 +52,15 @@ from symm_cp.schedule.patterns.produce_and_all_reduce import in_one_shot
 from symm_cp.schedule.simulate import simulate_shared
 from symm_cp.schedule.tiles import tiles, tiles_of_others
 
-FLOPS, MULTIPROCESSORS = 0.65 * 989e12, 132
+PEAK, FLOPS, MULTIPROCESSORS = 989e12, 0.65 * 989e12, 132
 MEMORY, LINK = 3.35e12, 0.8 * 450e9  # bytes a second
 KERNEL, SIGNAL = 4e-6, 2e-6  # seconds
 ITEM, WIDE = 2, 4  # bytes of bfloat16, and of float32, in which results are merged
 DEVICE = torch.device("cuda")
+#: Shares of the peak that attention reaches: cuDNN's kernel and FlashAttention-3 (up to 0.75 in
+#: Shah et al., 2024), or FlashAttention-2, 1.6 times as slow, which torch takes unless told
+#: otherwise (`sdpa_kernel`, `activate_flash_attention_impl`).
+ATTENTION = {"cudnn": 0.65, "flash": 0.4}
 #: Tiles of products: rows, columns, and speed relative to the first tile. Libraries take smaller
 #: tiles where large tiles would leave multiprocessors idle.
 TILES = ((128, 256, 1.0), (128, 128, 0.8), (64, 128, 0.5))
@@ -210,7 +218,10 @@ class Torchs(Draft):
         self.barrier("compute", "begin")
         self.follow("compute2", "compute", "begun")
         for turn, peer in enumerate(self.peers, 1):
-            lane, source = "compute2" if turn % 2 else "compute", (self.rank - turn) % self.world_size
+            lane, source = (
+                "compute2" if turn % 2 else "compute",
+                (self.rank - turn) % self.world_size,
+            )
             self.add(lane, Compute("produce", peer, (), ()))
             self.barrier(lane, f"made{turn}")
             self.add(lane, Copy(self.of(source, "slot"), self.own("partials", source)))
@@ -300,11 +311,15 @@ class Matmul:
 
     def by_size(self) -> str:
         """Returns the algorithm that the op takes without a measurement."""
-        if self.op == "gather":
-            return algorithms.for_gather(DEVICE, self.rows, self.columns)
         if self.op == "gradient":
             return algorithms.for_gradient(DEVICE, self.rows, self.columns)
-        return algorithms.for_sum(DEVICE, self.rows, self.columns)
+        by_size = algorithms.for_gather if self.op == "gather" else algorithms.for_sum
+        algorithm = by_size(DEVICE, self.rows, self.columns)
+        if self.op == "all-reduce" or algorithm == "whole":
+            return algorithm
+        return (
+            "lanes" if algorithms.in_lanes(self.rows, self.columns, MULTIPROCESSORS) else "shards"
+        )
 
     def _gradient(self, shards: int) -> float:
         """Seconds of the weight gradient of some ranks' rows."""
@@ -316,7 +331,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Attention:
-    """A pass of attention over a sequence on several ranks, by keys."""
+    """A pass of attention over a sequence on several ranks, by keys, with a kernel of torch's."""
 
     tokens: int
     heads: int
@@ -324,6 +339,7 @@ class Attention:
     causal: bool = True
     backward: bool = False
     features: int = 128
+    kernel: str = "cudnn"
 
     def seconds(self, ranks: int, *, on_device: bool = False) -> dict[str, float]:
         """Returns the seconds of each way: of the device or the host, whichever is longer.
@@ -363,11 +379,11 @@ class Attention:
             found = tiles_of_others(layout, mask, rank)
         else:
             found = tiles(layout, mask, rank, owner)
-        total = 0.0
+        total, speed = 0.0, ATTENTION[self.kernel] * PEAK
         for tile in found:
             operations = 4.0 * self.heads * tile.pairs * self.features
             # Five matmuls instead of two. Each tile's result is merged.
-            total += KERNEL + operations * (2.5 if self.backward else 1.0) / FLOPS
+            total += KERNEL + operations * (2.5 if self.backward else 1.0) / speed
             rows = tile.q_end - tile.q_begin
             total += reduce(self.heads * rows * self.features * WIDE, 2)
         return total
@@ -384,16 +400,58 @@ def cases() -> Iterator[tuple[Matmul | Attention, int]]:
                 yield Matmul(op, count, inner, columns), ranks
     heads = ((8, 8), (32, 32), (32, 16), (32, 8), (64, 8), (8, 1))
     for (of_queries, of_keys), ranks in itertools.product(heads, (2, 4, 8)):
-        for tokens, causal, backward in itertools.product(
-            (256, 1024, 4096, 8192), (False, True), (False, True)
+        for tokens, causal, backward, kernel in itertools.product(
+            (256, 1024, 4096, 8192), (False, True), (False, True), ATTENTION
         ):
-            yield Attention(tokens * ranks, of_queries, of_keys, causal, backward), ranks
+            pass_ = Attention(tokens * ranks, of_queries, of_keys, causal, backward, kernel=kernel)
+            yield pass_, ranks
+
+
+def layer(hidden: int, feed: int, heads: int, kv_heads: int, tokens: int, W: int) -> list[Matmul]:
+    """The fused matmuls of a layer of a Llama with heads of 128 features."""
+    rows = tokens // W
+    return [
+        Matmul("gather", rows, hidden, (heads + 2 * kv_heads) * 128 // W),
+        Matmul("scatter", rows, heads * 128 // W, hidden),
+        Matmul("gather", rows, hidden, 2 * feed // W),
+        Matmul("scatter", rows, feed // W, hidden),
+    ]
+
+
+#: Layers of 8,192 tokens on 8 ranks.
+LAYERS = {
+    "Llama-3 8B": layer(4096, 14336, 32, 8, 8192, 8),
+    "Llama-3 70B": layer(8192, 28672, 64, 8, 8192, 8),
+}
+
+
+def of_layer(matmuls: Sequence[Matmul], ranks: int = 8) -> dict[str, float]:
+    """Returns the seconds of a layer's matmuls: limit, each algorithm, torch's in both models."""
+    rows = [
+        {
+            "limit": matmul.limit(ranks),
+            **matmul.seconds(ranks),
+            "torch's": matmul.torchs(ranks, fills=True),
+            "torch's, not shared": matmul.torchs(ranks, fills=False),
+        }
+        for matmul in matmuls
+    ]
+    return {name: sum(row[name] for row in rows) for name in rows[0]}
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--layers", action="store_true", help="the fused matmuls of two Llamas")
+    if parser.parse_args().layers:
+        for name, matmuls in LAYERS.items():
+            for part in ([matmul] for matmul in matmuls):
+                print(
+                    part[0], ", ".join(f"{n} {s * 1e6:.0f} us" for n, s in of_layer(part).items())
+                )
+            print(name, ", ".join(f"{n} {s * 1e6:.0f} us" for n, s in of_layer(matmuls).items()))
+        return
     for case, ranks in cases():
         seconds = case.seconds(ranks)
         times = ", ".join(f"{algorithm} {each * 1e6:.1f} us" for algorithm, each in seconds.items())

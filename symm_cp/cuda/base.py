@@ -262,6 +262,10 @@ class Device(ABC):
         """Whether the device has kernels that wait for streams, or that streams wait for."""
         return False
 
+    def multiprocessors(self) -> int:
+        """The number of tiles of a matmul that it computes at a time."""
+        return 1
+
     def verdict(self, group: Group) -> Verdict:
         """Returns the features that a group may use. Collective at the first call for a group."""
         return Verdict()

@@ -143,6 +143,11 @@ class CudaDevice(Device):
         """Whether the device has kernels that wait for streams, or that streams wait for."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
+    def multiprocessors(self) -> int:
+        """The number of tiles of a matmul that it computes at a time."""
+        count: int = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+        return count
+
     def verdict(self, group: Group) -> Verdict:
         """Returns the result of a group's self-test; collective at the first call for the group."""
         return selftest.verdict(group, self)

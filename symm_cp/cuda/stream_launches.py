@@ -42,9 +42,7 @@ def gather_launch(
     """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     options = {"bounded": True} if bounded else {"keep": True} if gathered is not None else {}
-    variant = patterns.ALL_GATHER_AND_CONSUME.staged(
-        in_place=in_place, lanes=lanes, **options
-    )
+    variant = patterns.ALL_GATHER_AND_CONSUME.staged(in_place=in_place, lanes=lanes, **options)
     pulled = sizes.places_in_turn(len(own), (0, 1)) if bounded else sizes.places_by_rank(len(own))
     if gathered is not None:
         pulled = (Extent.split(len(own) + 1, *gathered), *pulled[1:])

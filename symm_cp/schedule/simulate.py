@@ -2,8 +2,8 @@
 
 Event-driven, and exact for the semantics of steps: a lane runs one step after the other, a ``Wait``
 ends when the flag has been raised, and other steps take the time that ``cost`` gives. As in
-``check``, one run is enough, since no step branches on data. Steps that slow each other down (copies
-that share a link, kernels that share multiprocessors) need an ``End`` instead of a cost.
+``check``, one run is enough, since no step branches on data. Steps that slow each other down
+(copies that share a link, kernels that share multiprocessors) need an ``End`` instead of a cost.
 """
 
 from __future__ import annotations
@@ -215,9 +215,7 @@ def simulate(calls: Sequence[Sequence[Schedule]], cost: Cost, *, signal: float =
     ``calls[c][r]`` is the schedule of rank r in call c; ``signal`` is the latency of a signal to a
     peer, in seconds. Raises ``DeadlockError`` when lanes wait for each other.
     """
-    return simulate_shared(
-        calls, lambda rank, step, start: start + cost(rank, step), signal=signal
-    )
+    return simulate_shared(calls, lambda rank, step, start: start + cost(rank, step), signal=signal)
 
 
 def simulate_shared(

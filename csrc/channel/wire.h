@@ -161,6 +161,7 @@ constexpr int64_t flag_offset(int flag, int writer, int world_size) {
 // before it signals; a word that always holds 1, for graphs, and the mark of an aborted rank
 // follow.
 inline constexpr int kLanes = 4;
+inline constexpr int kSecondLane = 3;  // of kernels
 inline constexpr int kConstantOne = kLanes;
 inline constexpr int kMark = kLanes + 1;
 

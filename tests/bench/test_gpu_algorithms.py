@@ -79,7 +79,7 @@ def test_thresholds_take_the_faster_way_of_the_model() -> None:
         costs.setdefault(op, []).append(seconds[algorithm] / min(seconds.values()))
         chosen.add((op, algorithm))
     of_matmuls = {op: set(Matmul(op, 1, 1, 1).seconds(2)) for op in costs if " " not in op}
-    attention = dict.fromkeys(costs.keys() - of_matmuls.keys(), {"pipeline", "together"})
+    attention = {op: {"pipeline", "together"} for op in costs.keys() - of_matmuls.keys()}
     for op, algorithms in (of_matmuls | attention).items():
         assert {algorithm for name, algorithm in chosen if name == op} == algorithms
     for op, each in costs.items():

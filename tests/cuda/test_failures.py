@@ -81,6 +81,18 @@ def attention_together(group: dist.ProcessGroup) -> None:
         attention(group, "allgather")
 
 
+def gather_in_lanes(group: dist.ProcessGroup) -> None:
+    """On two compute streams."""
+    with tuning.forced("lanes"):
+        gather_rows(group)
+
+
+def scatter_in_lanes(group: dist.ProcessGroup) -> None:
+    """On two compute streams."""
+    with tuning.forced("lanes"):
+        scatter(group)
+
+
 def background(group: dist.ProcessGroup) -> None:
     rows, full = stacked(group, 3, 5), stacked(group, group.size() * 2, 3)
     shard, whole = rows[group.rank()].clone(), full[group.rank()].clone()
@@ -91,7 +103,10 @@ def background(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(wait(summed), expected)
 
 
-OPS = (gather_rows, gather_columns, scatter, attention, attention_together, background)
+OPS = (
+    gather_rows, gather_columns, gather_in_lanes, scatter, scatter_in_lanes,
+    attention, attention_together, background,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -136,7 +151,8 @@ BY_NAME = {op.__name__: op for op in OPS}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "op"), some((3, "scatter"), of=itertools.product((2, 3), BY_NAME))
+    ("world_size", "op"),
+    some((3, "scatter"), (3, "scatter_in_lanes"), of=itertools.product((2, 3), BY_NAME)),
 )
 def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str) -> None:
     steps = ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, False)
@@ -144,7 +160,14 @@ def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str) -> N
     assert steps[0] > 0
 
 
-@pytest.mark.parametrize("op", some("gather_rows", of=["gather_rows", "gather_columns", "scatter"]))
+@pytest.mark.parametrize(
+    "op",
+    some(
+        "gather_rows",
+        "gather_in_lanes",
+        of=["gather_rows", "gather_columns", "gather_in_lanes", "scatter", "scatter_in_lanes"],
+    ),
+)
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_ranks_fail_at_different_steps(ranks: Ranks, world_size: int, op: str) -> None:
     """Some waits of the call are then for signals that never come."""

@@ -202,9 +202,8 @@ def choose(
         choice = Choice(default.algorithm, f"{algorithm} cannot serve it")
     else:
         table = tuned(group)
-        measured = table.get(_on(device, key)) if table else None
-        usual = measured in algorithms and measured != TILES
-        choice = Choice(measured, "measured") if usual and measured else default
+        measured = table.get(_on(device, key), "") if table else ""
+        choice = Choice(measured, "measured") if measured in algorithms else default
     if _listening is not None:
         note(device, key, choice)
     return choice.algorithm

@@ -1,11 +1,11 @@
 """Pipelines on devices with streams: copy engines pull peers' shards ahead of their consumers.
 
 The caller's stream computes; a second stream moves bytes and exchanges signals, without a
-multiprocessor; a third stream signals peers when kernels have written data for them. A call begins
-at the current point of the caller's stream, which waits for its end, so memory that the call
-allocates needs no further care. Background collectives run in the channel "async", on a stream of
-their own: the caller's stream copies the input, and goes on (do not touch a symmetric input until
-the transfer has been waited for).
+multiprocessor; a third stream signals peers when kernels have written data for them; a fourth runs
+every second kernel of calls with `lanes`. A call begins at the current point of the caller's
+stream, which waits for its end, so memory that the call allocates needs no further care. Background
+collectives run in the channel "async", on a stream of their own: the caller's stream copies the
+input, and goes on (do not touch a symmetric input until the transfer has been waited for).
 
 While a graph is captured, calls take another workspace (base.py) and read nothing in place.
 """

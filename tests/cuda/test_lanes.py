@@ -120,7 +120,9 @@ def choices(group: dist.ProcessGroup) -> None:
     def chosen(algorithm: str, rows: int, columns: int) -> str:
         part = rows, columns
         with tuning.listening() as heard:
-            algorithms.choose_pipelined(state, device, "a test", algorithm, part, tiles=False)
+            algorithms.choose_pipelined(
+                state, device, "a test", algorithm, part, tiles=lambda: False
+            )
         return str(heard["a test"])
 
     assert chosen("shards", 1024, 768) == "shards (by size)"  # on CPU

@@ -20,7 +20,7 @@ and its table comes before this file.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -134,9 +134,9 @@ def choose_pipelined(
     algorithm: str,
     part: tuple[int, int],
     *,
-    tiles: bool,
+    tiles: Callable[[], bool],
 ) -> str:
-    """Returns the algorithm of an op that also has `lanes`, or if `tiles` both others on streams.
+    """Returns the algorithm of an op that also has `lanes`, and if forced and `tiles()` also that.
 
     `algorithm` is "shards" or "whole", by its size; `part` is the largest part of the result.
     """
@@ -146,5 +146,7 @@ def choose_pipelined(
     if algorithm == "shards":
         size = f"by size: {_tiles(*part)} tiles of a shard, {multiprocessors} multiprocessors"
         default = Choice(LANES if in_lanes(*part, multiprocessors) else algorithm, size)
-    served = (*ALGORITHMS, LANES, TILES) if tiles else (*ALGORITHMS, LANES)
+    served = (*ALGORITHMS, LANES)
+    if forced_algorithm(ALGORITHMS) == TILES and tiles():
+        served = (*served, TILES)
     return choose(group, device, key, served, default)

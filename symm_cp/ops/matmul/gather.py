@@ -177,10 +177,10 @@ def all_gather_matmul_kernel(
     call = call._replace(name=algorithms.part_by_part(group, x_shard, call.name))
     if call.by_columns:
         return _gather_columns(group, call, x_shard, weights, return_A)
-    device, tiles = x_shard.device, by_tiles.gathers(group, x_shard, weights, call.split)
-    by_size = algorithms.for_gather(device, *call.part)
+    tiles = partial(by_tiles.gathers, group, x_shard, weights, call.split)
+    by_size = algorithms.for_gather(x_shard.device, *call.part)
     algorithm = algorithms.choose_pipelined(
-        group, device, call.question, by_size, call.part, tiles=tiles
+        group, x_shard.device, call.question, by_size, call.part, tiles=tiles
     )
     whole = algorithm == "whole"
     outs = [new_result(x_shard, shape) for shape in call.outs]

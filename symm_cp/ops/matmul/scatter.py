@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -89,7 +90,7 @@ def _algorithm(group: Group, terms: Terms) -> str:
     )
     question = algorithms.question("matmul_reduce_scatter", like.dtype, *products)
     by_size = algorithms.for_sum(like.device, rows, columns)
-    tiles = by_tiles.scatters(group, terms)
+    tiles = partial(by_tiles.scatters, group, terms)
     return algorithms.choose_pipelined(
         group, like.device, question, by_size, (rows, columns), tiles=tiles
     )

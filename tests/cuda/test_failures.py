@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ import symm_cp
 from symm_cp import cuda, set_rotate_method, tuning
 from symm_cp.group import memory
 from symm_cp.ops.common import device_kernels
+from symm_cp.ops.matmul.products import Terms
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
@@ -148,6 +150,43 @@ def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apa
 
 
 BY_NAME = {op.__name__: op for op in OPS}
+
+
+def second_lane(group: dist.ProcessGroup) -> None:
+    """The third launch fails while the second kernel still runs, beside the caller's stream."""
+    add_up, may_end, kernels, later = (
+        Terms.add_up,
+        threading.Event(),
+        itertools.count(),
+        list[int](),
+    )
+
+    def slow(terms: Terms, *args: Any) -> None:
+        if next(kernels) == 1:
+            assert may_end.wait(20)
+        add_up(terms, *args)
+
+    with simulation(delays_us=0, plan_at=-1) as made:
+        with (
+            unittest.mock.patch.object(Terms, "add_up", slow),
+            tuning.forced("lanes"),
+            no_memory(2),
+            pytest.raises(MemoryError),
+        ):
+            scatter(group)
+        # Memory that the kernel uses has been freed, and the next call takes it again.
+        made.call(made.current_stream(), lambda: later.append(1))
+        time.sleep(0.3)
+        assert not later
+        may_end.set()
+        made.synchronize()
+        assert later
+        dist.barrier(group)
+        made.machine.errors.clear()
+
+
+def test_the_caller_s_stream_waits_for_kernels_beside_it(ranks: Ranks) -> None:
+    ranks.run(3, second_lane)
 
 
 @pytest.mark.parametrize(

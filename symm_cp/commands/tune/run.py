@@ -125,9 +125,8 @@ def _tuned(
     if not choices:
         return "only one algorithm"
     ((key, before),) = choices.items()
-    known = (*tuning.ALGORITHMS, tuning.LANES)
-    if args.kind == "attention":
-        known = tuning.ATTENTION_ALGORITHMS
+    of_matmuls = (*tuning.ALGORITHMS, tuning.LANES)
+    known = tuning.ATTENTION_ALGORITHMS if args.kind == "attention" else of_matmuls
     algorithms = [
         algorithm
         for algorithm in known

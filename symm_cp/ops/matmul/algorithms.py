@@ -146,7 +146,5 @@ def choose_pipelined(
     if algorithm == "shards":
         size = f"by size: {_tiles(*part)} tiles of a shard, {multiprocessors} multiprocessors"
         default = Choice(LANES if in_lanes(*part, multiprocessors) else algorithm, size)
-    served = (*ALGORITHMS, LANES)
-    if forced_algorithm(ALGORITHMS) == TILES and tiles():
-        served = (*served, TILES)
-    return choose(group, device, key, served, default)
+    forced = (TILES,) if forced_algorithm(ALGORITHMS) == TILES and tiles() else ()
+    return choose(group, device, key, (*ALGORITHMS, LANES, *forced), default)

@@ -76,14 +76,15 @@ MODES: list[dict[str, Any]] = [
     ("world_size", "mode"),
     some(
         (2, MODES[0]), (3, MODES[1]), (4, MODES[2]), (4, MODES[3]), (3, MODES[4]),
-        of=itertools.product([1, 2, 3, 4, 5, 8], MODES),
+        of=itertools.product([1, 2, 3, 4, 8], MODES),
     ),
     ids=str,
 )  # fmt: skip
 def test_two_lanes_give_the_bits_of_one(
     ranks: Ranks, world_size: int, mode: dict[str, Any]
 ) -> None:
-    ranks.run(world_size, same_bits, mode, random.randrange(1 << 30))
+    with ranks.own(world_size, same_bits, mode, random.randrange(1 << 30)) as running:
+        assert [outcome.failure for outcome in running.outcomes(120)] == [""] * world_size
 
 
 def overlap(group: dist.ProcessGroup, algorithm: str) -> bool:

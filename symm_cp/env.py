@@ -8,7 +8,7 @@
 | `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
-| `SYMM_CP_ALGORITHM` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | as tuned |
+| `SYMM_CP_ALGORITHM` | `shards`, `whole`, on CUDA also `lanes`, `tiles`, of matmuls | as tuned |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
 | `SYMM_CP_PLANS` | 0: Python makes each call, no recorded plan does | 1 |
 | `SYMM_CP_KEEP_MIB` | freed result memory that a process keeps for later results, in MiB | below |
@@ -99,8 +99,9 @@ def attention() -> str | None:
 def algorithm() -> str | None:
     """Returns the algorithm that fused matmuls must take, if any."""
     text = _get("SYMM_CP_ALGORITHM") or None
-    if text not in (None, "shards", "whole", "tiles"):
-        raise ValueError(f"SYMM_CP_ALGORITHM={text!r} must be 'shards', 'whole' or 'tiles'")
+    algorithms = "shards", "whole", "lanes", "tiles"
+    if text not in (None, *algorithms):
+        raise ValueError(f"SYMM_CP_ALGORITHM={text!r} must be one of {algorithms}")
     return text
 
 

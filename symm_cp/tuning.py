@@ -1,13 +1,14 @@
 """Chooses the algorithm of an op if it has several.
 
-A fused matmul runs shard by shard (`shards`), as one matmul (`whole`), or, if each rank has its own
-GPU, as one kernel that waits for shards or signals parts by tiles (`tiles`). Attention on CUDA runs
-as a `pipeline` of kernels, one for each shard when it arrives; or a kernel attends to this rank's
-keys while the peers' keys are gathered, and then to these `together`.
+A fused matmul runs shard by shard (`shards`), as one matmul (`whole`), or on CUDA shard by shard on
+two streams in turn (`lanes`), or as one kernel that waits for shards or signals parts by tiles
+(`tiles`). Attention on CUDA runs as a `pipeline` of kernels, one for each shard when it arrives; or
+a kernel attends to this rank's keys while the peers' keys are gathered, and then to these
+`together`.
 
 It comes from, in this order: `SYMM_CP_ALGORITHM` and `SYMM_CP_ATTENTION`, or `forced`; the table of
 `symm-cp tune`; a threshold beside the op (ops/matmul/algorithms.py, ops/attention/choice.py).
-`tiles` runs only where it was measured to be the fastest, or is forced.
+`tiles` runs only where it is forced: no GPU has shown that its kernels keep up with `torch.mm`.
 
 All ranks of a group choose identically, from the table that the group's first rank has read.
 """
@@ -24,13 +25,13 @@ from pathlib import Path
 import torch
 
 from symm_cp import accelerators, env, native, trusted
-from symm_cp.group.liveness import read, share
+from symm_cp.group.liveness import read
 from symm_cp.group.memory import Group, StateKey, is_fake, on_first_use
 from symm_cp.measured import machine_key
 
 ALGORITHMS = ("shards", "whole")
-#: The algorithm of fused matmuls that only GPUs have.
-TILES = "tiles"
+#: The algorithms of fused matmuls that only devices with streams have.
+LANES, TILES = "lanes", "tiles"
 ATTENTION_ALGORITHMS = ("pipeline", "together")
 
 
@@ -63,7 +64,7 @@ def forced(algorithm: str | None) -> Iterator[None]:
     """
     named = {
         name: algorithms for algorithms in (ALGORITHMS, ATTENTION_ALGORITHMS) for name in algorithms
-    } | {TILES: ALGORITHMS}
+    } | dict.fromkeys((LANES, TILES), ALGORITHMS)
     if algorithm is not None and algorithm not in named:
         raise ValueError(f"forced: unknown {algorithm=}; must be one of {tuple(named)}")
     before = _forced
@@ -129,8 +130,6 @@ class _Table:
     algorithms: dict[str, str] | None = None
     #: Why rank 0 does not use the file, until it has warned.
     unused: str = ""
-    #: Whether each rank has its own GPU; None: not known yet.
-    apart: bool | None = None
 
 
 _TABLE = StateKey[_Table]("tuning")
@@ -172,7 +171,7 @@ def relearn(group: Group) -> None:
     """Makes the group read the table again at its next op. Call it on all ranks."""
     table = group.state(_TABLE, _Table)
     # A new key even if this rank has not read the last key: a peer may still read that.
-    table.reading, table.algorithms, table.apart = table.reading + 1, None, None
+    table.reading, table.algorithms = table.reading + 1, None
     native.drop_plans()
     _publish(group)
 
@@ -180,14 +179,19 @@ def relearn(group: Group) -> None:
 # --- choices ---------------------------------------------------------------------------------
 
 
+def by_size(algorithm: str) -> Choice:
+    """Returns the choice of an op's threshold."""
+    return Choice(algorithm, "by size")
+
+
 def choose(
-    group: Group, device: torch.device, key: str, algorithms: tuple[str, ...], by_size: str
+    group: Group, device: torch.device, key: str, algorithms: tuple[str, ...], default: Choice
 ) -> str:
     """Returns one of `algorithms`, which support a call; `key` names its work in the table.
 
-    `by_size` is the one by the op's threshold. All ranks pass the same `algorithms` and `by_size`.
-    Captured calls choose like others: these warm a graph up and make its workspace. Collective at
-    the first call for a group.
+    `default` is the choice by the op's threshold. All ranks pass the same `algorithms` and
+    `default`. Captured calls choose like others: these warm a graph up and make its workspace.
+    Collective at the first call for a group.
     """
     if group.world_size == 1:
         return algorithms[0]
@@ -195,35 +199,14 @@ def choose(
     if algorithm in algorithms:
         choice = Choice(algorithm, "forced")
     elif algorithm is not None:
-        choice = Choice(by_size, f"{algorithm} cannot serve it")
+        choice = Choice(default.algorithm, f"{algorithm} cannot serve it")
     else:
-        choice = _unforced(group, device, key, algorithms, by_size)
+        table = tuned(group)
+        measured = table.get(_on(device, key), "") if table else ""
+        choice = Choice(measured, "measured") if measured in algorithms else default
     if _listening is not None:
         note(device, key, choice)
     return choice.algorithm
-
-
-def _unforced(
-    group: Group, device: torch.device, key: str, algorithms: tuple[str, ...], by_size: str
-) -> Choice:
-    table = tuned(group)
-    # Ranks may choose for different work, so all of them compare GPUs at their first call.
-    shared = TILES in algorithms and TILES in table.values() and not _apart(group, device)
-    algorithm = table.get(_on(device, key)) if table else None
-    if algorithm in algorithms and not (shared and algorithm == TILES):
-        return Choice(algorithm, "measured")
-    if TILES not in algorithms:
-        return Choice(by_size, "by size")
-    return Choice(by_size, f"by size; tiles: {'ranks share a GPU' if shared else 'not measured'}")
-
-
-def _apart(group: Group, device: torch.device) -> bool:
-    """Whether each rank of a group has its own GPU. Collective at the first call."""
-    table = group.state(_TABLE, _Table)
-    if table.apart is None:
-        own = accelerators.uuid_of(device)
-        table.apart = len(set(share(group, f"gpu/{table.reading}", own))) == group.world_size
-    return table.apart
 
 
 def _on(device: torch.device, key: str) -> str:

@@ -210,7 +210,8 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         with patch.object(torch.cuda, "get_device_properties", return_value=about):
             for _ in range(2):
                 with tuning.listening() as heard:
-                    algorithm = tuning.choose(state, gpu, key, algorithms, "pipeline")
+                    default = tuning.by_size("pipeline")
+                    algorithm = tuning.choose(state, gpu, key, algorithms, default)
         assert heard[f"GPU X: {key}"].algorithm == algorithm
         dist.barrier(group)
         return algorithm, heard[f"GPU X: {key}"].source

@@ -160,7 +160,8 @@ constexpr int64_t flag_offset(int flag, int writer, int world_size) {
 // themselves (CUDA 13.1 and later). Each lane has a word, which it sets to the epoch of its call
 // before it signals; a word that always holds 1, for graphs, and the mark of an aborted rank
 // follow.
-inline constexpr int kLanes = 3;
+inline constexpr int kLanes = 4;
+inline constexpr int kSecondLane = 3;  // of kernels
 inline constexpr int kConstantOne = kLanes;
 inline constexpr int kMark = kLanes + 1;
 

@@ -111,6 +111,10 @@ void Streams::give_up() {
   // The last kLanes events mark this point. If recording one fails, `ended` never returns true.
   for (size_t lane = 0; lane < last_lanes_.size(); ++lane)
     endless_ |= api_.event_record(events_[events_.size() - kLanes + lane], last_lanes_[lane]) != 0;
+  // Kernels of the second lane use memory that the caller frees, for its own stream to take again.
+  if (!last_lanes_.empty())
+    endless_ |= api_.stream_wait_event(last_lanes_.front(),
+                                       events_[events_.size() - kLanes + kSecondLane], 0) != 0;
   if (waits_ != nullptr) waits_->give_up();
 }
 

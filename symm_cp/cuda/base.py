@@ -98,7 +98,7 @@ class Device(ABC):
         return f"{type(self).__name__}({self.torch_device})"
 
     @abstractmethod
-    def streams(self, user: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, ...]:
         """The driver's handles of the streams of `lowering.LANES`: the caller's current one first.
 
         Each `user_of_streams` has its own other streams: background transfers delay nothing, and
@@ -261,6 +261,10 @@ class Device(ABC):
     def polls(self) -> bool:
         """Whether the device has kernels that wait for streams, or that streams wait for."""
         return False
+
+    def multiprocessors(self) -> int:
+        """The number of tiles of a matmul that it computes at a time."""
+        return 1
 
     def verdict(self, group: Group) -> Verdict:
         """Returns the features that a group may use. Collective at the first call for a group."""

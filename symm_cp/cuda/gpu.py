@@ -35,19 +35,23 @@ class CudaDevice(Device):
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
     def _side_streams(self, user: str) -> dict[str, torch.cuda.Stream]:
-        """The streams of the other lanes: of high priority, so that none waits behind kernels."""
+        """The streams of the other lanes: of high priority, so that none waits behind kernels.
+
+        Lane "compute2" has the caller's priority: its kernels take what the caller's leave idle.
+        """
         key = self.user_of_streams(user)
         if key not in self._side:
             self._side[key] = {
-                lane: torch.cuda.Stream(self.torch_device, priority=-1) for lane in LANES[1:]
+                lane: torch.cuda.Stream(self.torch_device, priority=-(lane != "compute2"))
+                for lane in LANES[1:]
             }
         return self._side[key]
 
-    def streams(self, user: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, ...]:
         """The driver's handles of the streams of `LANES`."""
         current: int = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
         side = self._side_streams(user)
-        return current, side["copy"].cuda_stream, side["signal"].cuda_stream
+        return current, *(stream.cuda_stream for stream in side.values())
 
     def launch(self, lane: str, user: str, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to the stream of a lane."""
@@ -138,6 +142,11 @@ class CudaDevice(Device):
     def polls(self) -> bool:
         """Whether the device has kernels that wait for streams, or that streams wait for."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
+
+    def multiprocessors(self) -> int:
+        """The number of tiles of a matmul that it computes at a time."""
+        count: int = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+        return count
 
     def verdict(self, group: Group) -> Verdict:
         """Returns the result of a group's self-test; collective at the first call for the group."""

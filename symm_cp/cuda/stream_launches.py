@@ -32,6 +32,8 @@ def gather_launch(
     in_place: bool,
     bounded: bool,
     gathered: tuple[Split, Shape, int] | None,
+    *,
+    lanes: bool = False,
 ) -> Launch:
     """All-gather and consume; `gathered`: (split, shape, bytes per element) of the caller's place.
 
@@ -40,7 +42,7 @@ def gather_launch(
     """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     options = {"bounded": True} if bounded else {"keep": True} if gathered is not None else {}
-    variant = patterns.ALL_GATHER_AND_CONSUME.staged(in_place=in_place, **options)
+    variant = patterns.ALL_GATHER_AND_CONSUME.staged(in_place=in_place, lanes=lanes, **options)
     pulled = sizes.places_in_turn(len(own), (0, 1)) if bounded else sizes.places_by_rank(len(own))
     if gathered is not None:
         pulled = (Extent.split(len(own) + 1, *gathered), *pulled[1:])
@@ -113,7 +115,12 @@ def poll_launch(
 
 @lru_cache(maxsize=512)
 def produce_launch(
-    rank: int, partials: tuple[int, ...], slots: int, *, together: bool = False
+    rank: int,
+    partials: tuple[int, ...],
+    slots: int,
+    *,
+    together: bool = False,
+    lanes: bool = False,
 ) -> Launch:
     """Produce and reduce-scatter. Operand: the partial sums for this rank (`scratch_rows`)."""
     ranks = len(partials)
@@ -123,7 +130,7 @@ def produce_launch(
             "partials": (Extent.aligned(0, (partials[rank],) * ranks),),
         }
     )
-    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=together)
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=together, lanes=lanes)
     return lower(variant, rank, ranks, binding, slots=slots)
 
 

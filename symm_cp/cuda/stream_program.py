@@ -54,8 +54,8 @@ class Launch:
     ) -> None:
         """Issues the program. Raises `RuntimeError` when a call of the driver fails."""
         device = workspace.device
-        compute, copy, signal = device.streams(workspace.user)
-        lanes = _Lanes(compute, copy, signal)
+        streams = device.streams(workspace.user)
+        lanes = _Lanes(*streams)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
         call = addresses, lanes, epoch, capturing, call_name
         recording = None if capturing else recorder.active
@@ -64,7 +64,7 @@ class Launch:
             plan.refuse(reason)
             plan = None
         try:
-            if capturing and workspace.moved_to(compute):
+            if capturing and workspace.moved_to(streams[0]):
                 workspace.issue(_FOLLOW, *call)
             if plan is not None:
                 joined = self.program.joined

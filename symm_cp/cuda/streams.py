@@ -1,11 +1,11 @@
 """Pipelines on devices with streams: copy engines pull peers' shards ahead of their consumers.
 
 The caller's stream computes; a second stream moves bytes and exchanges signals, without a
-multiprocessor; a third stream signals peers when kernels have written data for them. A call begins
-at the current point of the caller's stream, which waits for its end, so memory that the call
-allocates needs no further care. Background collectives run in the channel "async", on a stream of
-their own: the caller's stream copies the input, and goes on (do not touch a symmetric input until
-the transfer has been waited for).
+multiprocessor; a third stream signals peers when kernels have written data for them; a fourth runs
+every second kernel of calls with `lanes`. A call begins at the current point of the caller's
+stream, which waits for its end, so memory that the call allocates needs no further care. Background
+collectives run in the channel "async", on a stream of their own: the caller's stream copies the
+input, and goes on (do not touch a symmetric input until the transfer has been waited for).
 
 While a graph is captured, calls take another workspace (base.py) and read nothing in place.
 """
@@ -73,8 +73,11 @@ class StreamRuntime(BackgroundRuntime):
         if gathered is not None and split is not None:
             target = (split, tuple(gathered.shape), gathered.element_size())
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
+        bounded &= not call.lanes
         in_place = addresses is not None
-        launch = gather_launch(rank, shards.sizes, here.slots, in_place, bounded, target)
+        launch = gather_launch(
+            rank, shards.sizes, here.slots, in_place, bounded, target, lanes=call.lanes
+        )
         order = peers(rank, ranks)
         # If `gathered` holds the first part, staging memory holds the others, also this rank's.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
@@ -213,7 +216,7 @@ class StreamRuntime(BackgroundRuntime):
         group, out = call.group, call.out
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, out.device, call.name)
-        launch = produce_launch(rank, call.nbytes, here.slots)
+        launch = produce_launch(rank, call.nbytes, here.slots, lanes=call.lanes)
         sums, offsets = scratch_rows(out, group.world_size), part_offsets(call.nbytes)
         with here.workspace(offsets[-1]) as (space, epoch):
             in_slot = viewing_slot(space, epoch)

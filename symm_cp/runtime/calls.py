@@ -131,7 +131,8 @@ class GatherCall(_OfOperands):
     that was rendezvoused with the group is read in place if all ranks pass such tensors, and on CPU
     if the call is not small (cpu.py). `shapes` gives the shapes of each rank's shard where they
     differ. `gathered`, if given, is contiguous and receives all ranks' first tensors, divided by
-    `split` (by default into equal parts of dimension 0).
+    `split` (by default into equal parts of dimension 0). With `lanes`, `consume` may run for two
+    shards at once, on streams: it writes different memory for each, and reads no other's shard.
     """
 
     group: Group
@@ -141,6 +142,7 @@ class GatherCall(_OfOperands):
     shapes: Sequence[Shapes] | None = None
     gathered: torch.Tensor | None = None
     split: Split | None = None
+    lanes: bool = False
 
     def __post_init__(self) -> None:
         ranks = self.group.world_size
@@ -203,7 +205,7 @@ class ScatterCall(_OfResult):
 
     `produce` writes this rank's contribution to rank r's output into the contiguous `partial`, of
     shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order, in
-    float32 for the 16-bit types.
+    float32 for the 16-bit types. With `lanes`, `produce` may run for two ranks at once, on streams.
     """
 
     group: Group
@@ -212,6 +214,7 @@ class ScatterCall(_OfResult):
     name: bytes
     shapes: Sequence[Shape] | None = None
     mean: bool = False
+    lanes: bool = False
 
     def __post_init__(self) -> None:
         alike = (tuple(self.out.shape),) * self.group.world_size

@@ -23,9 +23,10 @@ from symm_cp.tensors.shards import ByteRows, Parts, joint_rows
 Kernel: TypeAlias = Callable[[int], None]
 #: Native commands, one after the other.
 Batch: TypeAlias = "ctypes.Array[wire.Command]"
-#: Lanes of schedules: the caller's stream, a stream that drives the copy engines, and a stream that
-#: signals concurrently with the caller's. A lane's number is its index here.
-LANES = ("compute", "copy", "signal")
+#: Lanes of schedules: the caller's stream, a stream that drives the copy engines, one that signals
+#: concurrently with the caller's, and one for kernels beside the caller's. A lane's number is its
+#: index here.
+LANES = ("compute", "copy", "signal", "compute2")
 
 # Events of every call: where the caller's stream begins it, where a lane has ended it, and where
 # the caller's stream has ended it.
@@ -224,8 +225,9 @@ class StreamLowering(Lowering):
         if self.follows and not self.captured:
             self.add(wire.Kind.WAIT_EVENT, "compute", event=END)
         self.add(wire.Kind.RECORD, "compute", event=_BEGIN)
-        if "copy" in others:  # lane "signal" begins with a wait for "compute" anyway
-            self.add(wire.Kind.WAIT_EVENT, "copy", event=_BEGIN)
+        for lane in others:
+            if lane != "signal":  # which begins with a wait for "compute" anyway
+                self.add(wire.Kind.WAIT_EVENT, lane, event=_BEGIN)
         for place, held in enumerate(self.order.steps):
             for signal in held.behind:
                 self.add(wire.Kind.WAIT_EVENT, held.lane, event=self._event(signal))

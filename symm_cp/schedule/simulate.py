@@ -2,14 +2,13 @@
 
 Event-driven, and exact for the semantics of steps: a lane runs one step after the other, a ``Wait``
 ends when the flag has been raised, and other steps take the time that ``cost`` gives. As in
-``check``, one run is enough, since no step branches on data. The simulation does not model that
-steps slow each other down (copies that share a link, kernels that share a memory): ``cost`` is per
-step.
+``check``, one run is enough, since no step branches on data. Steps that slow each other down
+(copies that share a link, kernels that share multiprocessors) need an ``End`` instead of a cost.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,6 +17,8 @@ from symm_cp.schedule.steps import Compute, Copy, Epoch, Schedule, Signal, Step,
 
 #: The cost of a step of a rank, in seconds; not called for waits.
 Cost: TypeAlias = Callable[[int, Step], float]
+#: When a step of a rank ends that begins at a time; called in the order of these times.
+End: TypeAlias = Callable[[int, Step, float], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,12 @@ class _SimulatedLane:
 
 
 class _Simulation:
-    def __init__(self, calls: Sequence[Sequence[Schedule]], cost: Cost, signal: float) -> None:
-        self.cost, self.signal = cost, signal
+    def __init__(self, calls: Sequence[Sequence[Schedule]], end: End, signal: float) -> None:
+        self.end, self.signal = end, signal
         self.events: list[Event] = []
         # For each flag (name, writer, receiver) the epochs that it was raised to, and when.
         self.flags: dict[tuple[str, int, int], list[tuple[Epoch, float]]] = {}
-        self.waiting: dict[tuple[str, int, int], list[_SimulatedLane]] = {}
+        self.waiting: dict[tuple[str, int, int], list[int]] = {}  # numbers of lanes
         lanes: dict[tuple[int, str], _SimulatedLane] = {}
         for call, schedules in enumerate(calls):
             for schedule in schedules:
@@ -129,11 +130,15 @@ class _Simulation:
                     )
                     lane.steps += [(call, step) for step in steps]
         self.lanes = list(lanes.values())
+        # The lanes that can go on, the one that is behind first.
+        self.ready: list[tuple[float, int]] = []
 
     def run(self) -> Timeline:
-        ready = deque(self.lanes)
-        while ready:
-            self._advance(ready.popleft(), ready)
+        self.ready = [(0.0, number) for number in range(len(self.lanes))]
+        while self.ready:
+            _, number = heapq.heappop(self.ready)
+            if self._advance(self.lanes[number], number):
+                heapq.heappush(self.ready, (self.lanes[number].time, number))
         stuck = [lane for lane in self.lanes if lane.position < len(lane.steps)]
         if stuck:
             places = "; ".join(
@@ -143,49 +148,48 @@ class _Simulation:
             raise DeadlockError(f"these lanes wait for each other: {places}")
         return Timeline(tuple(self.events))
 
-    def _advance(self, lane: _SimulatedLane, ready: deque[_SimulatedLane]) -> None:
-        while lane.position < len(lane.steps):
-            call, step = lane.steps[lane.position]
-            start = lane.time
-            waits = _waits(step, lane.rank)
-            came = [self._came(lane, call, wait) for wait in waits]
-            if None in came:
-                missing = waits[came.index(None)]
-                key = (missing.flag, missing.source, lane.rank)
-                self.waiting.setdefault(key, []).append(lane)
-                return
-            lane.time = self._end(lane, step, [time for time in came if time is not None])
-            lane.position += 1
-            self.events.append(Event(lane.rank, lane.name, call, step, start, lane.time))
-            if isinstance(step, Signal):
-                # A flag to oneself is an event on the device, not a message.
-                delay = 0.0 if step.to == lane.rank else self.signal
-                self._raise(lane, call, step, lane.time + delay, ready)
-            elif isinstance(step, Compute):
-                # A kernel that raises flags writes its parts in turn, the part without a flag last.
-                share = (lane.time - start) / (1 + len(step.raises))
-                for number, (flag, _) in enumerate(step.raises, 1):
-                    raised = Signal(lane.rank, flag)
-                    self._raise(lane, call, raised, start + number * share, ready)
+    def _advance(self, lane: _SimulatedLane, number: int) -> bool:
+        """Runs a lane's next step; returns whether there was one that could run."""
+        if lane.position == len(lane.steps):
+            return False
+        call, step = lane.steps[lane.position]
+        start = lane.time
+        waits = _waits(step, lane.rank)
+        came = [self._came(lane, call, wait) for wait in waits]
+        if None in came:
+            missing = waits[came.index(None)]
+            key = (missing.flag, missing.source, lane.rank)
+            self.waiting.setdefault(key, []).append(number)
+            return False
+        lane.time = self._end(lane, step, [time for time in came if time is not None])
+        lane.position += 1
+        self.events.append(Event(lane.rank, lane.name, call, step, start, lane.time))
+        if isinstance(step, Signal):
+            # A flag to oneself is an event on the device, not a message.
+            delay = 0.0 if step.to == lane.rank else self.signal
+            self._raise(lane, call, step, lane.time + delay)
+        elif isinstance(step, Compute):
+            # A kernel that raises flags writes its parts in turn, the part without a flag last.
+            share = (lane.time - start) / (1 + len(step.raises))
+            for part, (flag, _) in enumerate(step.raises, 1):
+                self._raise(lane, call, Signal(lane.rank, flag), start + part * share)
+        return True
 
-    def _raise(
-        self,
-        lane: _SimulatedLane,
-        call: int,
-        step: Signal,
-        time: float,
-        ready: deque[_SimulatedLane],
-    ) -> None:
+    def _raise(self, lane: _SimulatedLane, call: int, step: Signal, time: float) -> None:
         key = (step.flag, lane.rank, step.to)
         self.flags.setdefault(key, []).append(((call + 1, step.piece), time))
-        ready.extend(self.waiting.pop(key, ()))
+        for number in self.waiting.pop(key, ()):
+            heapq.heappush(self.ready, (self.lanes[number].time, number))
 
     def _end(self, lane: _SimulatedLane, step: Step, came: Sequence[float]) -> float:
         """Returns when a step ends, given the times at which its flags were raised."""
         if isinstance(step, Wait):
             return max(lane.time, *came)
         # A kernel that polls spends equal shares on its initial reads and behind each flag.
-        share = self.cost(lane.rank, step) / (1 + len(came))
+        end = self.end(lane.rank, step, lane.time)
+        if not came:
+            return end
+        share = (end - lane.time) / (1 + len(came))
         time = lane.time + share
         for flag in came:
             time = max(time, flag) + share
@@ -211,4 +215,11 @@ def simulate(calls: Sequence[Sequence[Schedule]], cost: Cost, *, signal: float =
     ``calls[c][r]`` is the schedule of rank r in call c; ``signal`` is the latency of a signal to a
     peer, in seconds. Raises ``DeadlockError`` when lanes wait for each other.
     """
-    return _Simulation(calls, cost, signal).run()
+    return simulate_shared(calls, lambda rank, step, start: start + cost(rank, step), signal=signal)
+
+
+def simulate_shared(
+    calls: Sequence[Sequence[Schedule]], end: End, *, signal: float = 0.0
+) -> Timeline:
+    """Like ``simulate``, for steps that slow each other down."""
+    return _Simulation(calls, end, signal).run()

@@ -156,12 +156,12 @@ class Schedule:
     """What one rank does in one call: its lanes, each an ordered list of steps.
 
     ``lanes`` may be any mapping; a schedule keeps an immutable copy, so it is hashable. Lanes are
-    named ``"compute"`` (the calling thread, or the current stream), ``"copy"`` (a copy engine) and
-    ``"signal"`` (on streams: signals while the current stream's kernels run). A lane continues from
-    call to call in program order; lanes of a call do not start or end together, only flags order
-    them. ``slots`` is the number of slots of the workspace. The caller may write its symmetric
-    tensor after the steps of lane ``caller``: the calling thread's lane, or in the background the
-    lane whose end the caller waits for first.
+    named ``"compute"`` (the calling thread, or the current stream), ``"copy"`` (a copy engine), and
+    on streams ``"signal"`` (signals while kernels run) and ``"compute2"`` (every second kernel of
+    some calls). A lane continues from call to call in program order; lanes of a call do not start
+    or end together, only flags order them. ``slots`` is the number of slots of the workspace. The
+    caller may write its symmetric tensor after the steps of lane ``caller``: the calling thread's
+    lane, or in the background the lane whose end the caller waits for first.
 
     Raises ``ValueError`` if a step names a rank outside ``range(world_size)``.
     """

@@ -38,6 +38,7 @@ from symm_cp.cuda import plans
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
+from symm_cp.runtime.lowering import LANES
 from symm_cp.runtime.recorder import Mark
 from tests.cuda import pools
 from tests.cuda.graphs import Graph, refuse
@@ -195,9 +196,9 @@ class SimulatedDevice(cuda.Device):
         finally:
             self.tree = False
 
-    def streams(self, user: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, ...]:
         chosen: int = getattr(self._chosen, "stream", 0)
-        return chosen, self._side("copy", user), self._side("signal", user)
+        return chosen, *(self._side(lane, user) for lane in LANES[1:])
 
     def lane_stream(self) -> int:
         """The stream that ops go to while a graph is captured."""

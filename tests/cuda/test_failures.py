@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ import symm_cp
 from symm_cp import cuda, set_rotate_method, tuning
 from symm_cp.group import memory
 from symm_cp.ops.common import device_kernels
+from symm_cp.ops.matmul.products import Terms
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
@@ -81,6 +83,18 @@ def attention_together(group: dist.ProcessGroup) -> None:
         attention(group, "allgather")
 
 
+def gather_in_lanes(group: dist.ProcessGroup) -> None:
+    """On two compute streams."""
+    with tuning.forced("lanes"):
+        gather_rows(group)
+
+
+def scatter_in_lanes(group: dist.ProcessGroup) -> None:
+    """On two compute streams."""
+    with tuning.forced("lanes"):
+        scatter(group)
+
+
 def background(group: dist.ProcessGroup) -> None:
     rows, full = stacked(group, 3, 5), stacked(group, group.size() * 2, 3)
     shard, whole = rows[group.rank()].clone(), full[group.rank()].clone()
@@ -91,7 +105,10 @@ def background(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(wait(summed), expected)
 
 
-OPS = (gather_rows, gather_columns, scatter, attention, attention_together, background)
+OPS = (
+    gather_rows, gather_columns, gather_in_lanes, scatter, scatter_in_lanes,
+    attention, attention_together, background,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -135,8 +152,46 @@ def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apa
 BY_NAME = {op.__name__: op for op in OPS}
 
 
+def second_lane(group: dist.ProcessGroup) -> None:
+    """The third launch fails while the second kernel still runs, beside the caller's stream."""
+    add_up, may_end, kernels, later = (
+        Terms.add_up,
+        threading.Event(),
+        itertools.count(),
+        list[int](),
+    )
+
+    def slow(terms: Terms, *args: Any) -> None:
+        if next(kernels) == 1:
+            assert may_end.wait(20)
+        add_up(terms, *args)
+
+    with simulation(delays_us=0, plan_at=-1) as made:
+        with (
+            unittest.mock.patch.object(Terms, "add_up", slow),
+            tuning.forced("lanes"),
+            no_memory(2),
+            pytest.raises(MemoryError),
+        ):
+            scatter(group)
+        # Memory that the kernel uses has been freed, and the next call takes it again.
+        made.call(made.current_stream(), lambda: later.append(1))
+        time.sleep(0.3)
+        assert not later
+        may_end.set()
+        made.synchronize()
+        assert later
+        dist.barrier(group)
+        made.machine.errors.clear()
+
+
+def test_the_caller_s_stream_waits_for_kernels_beside_it(ranks: Ranks) -> None:
+    ranks.run(3, second_lane)
+
+
 @pytest.mark.parametrize(
-    ("world_size", "op"), some((3, "scatter"), of=itertools.product((2, 3), BY_NAME))
+    ("world_size", "op"),
+    some((3, "scatter"), (3, "scatter_in_lanes"), of=itertools.product((2, 3), BY_NAME)),
 )
 def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str) -> None:
     steps = ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, False)
@@ -144,7 +199,14 @@ def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str) -> N
     assert steps[0] > 0
 
 
-@pytest.mark.parametrize("op", some("gather_rows", of=["gather_rows", "gather_columns", "scatter"]))
+@pytest.mark.parametrize(
+    "op",
+    some(
+        "gather_rows",
+        "gather_in_lanes",
+        of=["gather_rows", "gather_columns", "gather_in_lanes", "scatter", "scatter_in_lanes"],
+    ),
+)
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_ranks_fail_at_different_steps(ranks: Ranks, world_size: int, op: str) -> None:
     """Some waits of the call are then for signals that never come."""

@@ -133,7 +133,7 @@ def many_memory_operations(group: dist.ProcessGroup) -> int:
     commands = [wire.Command(kind=wire.Kind.ARRIVED, lane=0, peer=0, flag=flag) for _ in range(300)]
     with simulation() as made:
         space = workspace(memory.resolve(group), made, "sync", 64)
-        lanes = (ctypes.c_void_p * 3)(*made.streams("sync"))
+        lanes = (ctypes.c_void_p * len(LANES))(*made.streams("sync"))
         made.count()
         batch = (wire.Command * len(commands))(*commands)
         space.issue(batch, (ctypes.c_void_p * 1)(), lanes, 7, False, b"test")

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import accelerators, tuning
+from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.ops.matmul import by_tiles
 from symm_cp.testing import Ranks
 from tests.cuda import test_plans
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import some
 
 # Calls that do not go by tiles even if forced: the gathered dimension, the shape of a shard.
 OTHERS: list[tuple[int, tuple[int, ...]]] = [(1, (4, 6)), (0, (0, 4))]
@@ -170,30 +170,3 @@ def test_where_kernels_and_streams_cannot_wait_for_each_other(
     ranks: Ranks, mode: dict[str, Any]
 ) -> None:
     ranks.run(2, elsewhere, mode)
-
-
-def chosen(group: dist.ProcessGroup, apart: bool) -> None:
-    """Unless forced, tiles are chosen only if measured and if each rank has its own GPU."""
-    state, device, key = memory.resolve(group), torch.device("cpu"), "all_gather_matmul of a test"
-    served = (*tuning.ALGORITHMS, tuning.TILES)
-    tuning.tuned(state)[key] = "tiles"
-    with (
-        tuning.listening() as choices,
-        mock.patch.object(accelerators, "uuid_of", return_value=str(group.rank() * apart)),
-    ):
-        assert tuning.choose(state, device, key, tuning.ALGORITHMS, "whole") == "whole"
-        algorithm = tuning.choose(state, device, key, served, "shards")
-        (choice,) = choices.values()
-    assert algorithm == ("tiles" if apart else "shards")
-    assert choice.source == "measured" if apart else "ranks share a GPU" in choice.source
-    tuning.tuned(state).clear()
-    with tuning.listening() as choices:
-        assert tuning.choose(state, device, key, served, "shards") == "shards"
-        (choice,) = choices.values()
-    assert "tiles: not measured" in str(choice)
-    tuning.relearn(state)
-
-
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=exhaustive)])
-def test_tiles_are_taken_where_they_were_measured(ranks: Ranks, apart: bool) -> None:
-    ranks.run(2, chosen, apart)

@@ -61,8 +61,9 @@ def test_without_the_edges_ranks_may_hang(variant: Variant, world_size: int) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_each_edge_of_a_reduce_scatter_is_needed(world_size: int) -> None:
-    (variant,) = [v for v in VARIANTS if v.name == patterns.PRODUCE_AND_REDUCE_SCATTER.name]
+@pytest.mark.parametrize("lanes", [False, True])
+def test_each_edge_of_a_reduce_scatter_is_needed(lanes: bool, world_size: int) -> None:
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged(lanes=lanes)
     call = GraphCall.of(variant, world_size)
     places = [place for place, held in enumerate(call.orders[0].steps) if held.behind]
     assert len(places) == world_size - 1

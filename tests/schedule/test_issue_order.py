@@ -80,7 +80,7 @@ def test_both_channels_share_the_queue(world_size: int, slots: int) -> None:
 
 def copy_lane_first(order: IssueOrder, rank: int) -> IssueOrder:
     """The first, since replaced, order: lane copy as far as own flags allow, then one kernel."""
-    names = ("copy", "compute", "signal")
+    names = ("copy", "compute", "compute2", "signal")
     lanes = {lane: [step for name, step in order if name == lane] for lane in names}
     recorded: set[str] = set()
     result: list[tuple[str, Step]] = []
@@ -101,9 +101,8 @@ def copy_lane_first(order: IssueOrder, rank: int) -> IssueOrder:
             result.append((lane, lanes[lane].pop(0)))
 
     while any(lanes.values()):
-        hand_out("copy", kernels=1)
-        hand_out("compute", kernels=1)
-        hand_out("signal", kernels=1)
+        for lane in names:
+            hand_out(lane, kernels=1)
     return tuple(result)
 
 

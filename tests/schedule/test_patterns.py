@@ -148,6 +148,7 @@ def test_lanes_follow_from_the_issue_order(place: Place, world_size: int) -> Non
         lanes = {"copy"} if background else {"compute"}
         if staged and (background or world_size > 1):
             lanes = {"compute", "copy"} if background else {"compute", "copy", "signal"}
+            lanes |= {"compute2"} if "lanes" in place.variant.options else set()
         assert schedule.lanes.keys() <= lanes
 
 
@@ -199,6 +200,7 @@ def test_pulls_are_handed_out_before_the_kernels_that_they_overlap() -> None:
     for variant in (
         ALL_GATHER_AND_CONSUME.staged(),
         ALL_GATHER_AND_CONSUME.staged(bounded=True),
+        ALL_GATHER_AND_CONSUME.staged(lanes=True),
         CONSUME_AND_REDUCE_SCATTER.staged(),
         CONSUME_AND_REDUCE_SCATTER.staged(ring=True),
     ):
@@ -232,7 +234,8 @@ def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
         for schedule in schedules(place, world_size):
             rank, lanes = schedule.rank, schedule.lanes
             signals = lanes.get("signal", ())
-            own = {s.flag for s in lanes["compute"] if isinstance(s, Signal)} if signals else set()
+            computing = [*lanes.get("compute", ()), *lanes.get("compute2", ())]
+            own = {s.flag for s in computing if isinstance(s, Signal)} if signals else set()
             own |= {f for kernel in kernels(schedule) for f, _ in kernel.raises}
             for step in signals:
                 if isinstance(step, Wait):
@@ -243,7 +246,7 @@ def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
                     assert step.to != rank
             # A launch relies on this: the lane waits for nothing else at the call's beginning.
             assert all(isinstance(step, Wait) for step in signals[:1])
-            for step in lanes.get("compute", ()):
+            for step in computing:
                 assert not isinstance(step, Signal) or step.to == rank
 
 

@@ -125,11 +125,13 @@ def _tuned(
     if not choices:
         return "only one algorithm"
     ((key, before),) = choices.items()
-    algorithms = (
-        []
-        if before is tuning.IN_ONE_CALL
-        else [w for w in _algorithms(args) if _serves(w, run, key)]
-    )
+    of_matmuls = (*tuning.ALGORITHMS, tuning.LANES)
+    known = tuning.ATTENTION_ALGORITHMS if args.kind == "attention" else of_matmuls
+    algorithms = [
+        algorithm
+        for algorithm in known
+        if before is not tuning.IN_ONE_CALL and _serves(algorithm, run, key)
+    ]
     if len(algorithms) < 2:
         return str(before)
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
@@ -145,16 +147,6 @@ def _tuned(
 def _as_forced(algorithm: str, run: Callable[[], object]) -> None:
     with tuning.forced(algorithm):
         run()
-
-
-def _algorithms(args: argparse.Namespace) -> list[str]:
-    algorithms = (
-        tuning.ATTENTION_ALGORITHMS
-        if args.kind == "attention"
-        else (*tuning.ALGORITHMS, tuning.TILES)
-    )
-    shared = args.device == "cuda" and args.ranks > torch.cuda.device_count()
-    return [algorithm for algorithm in algorithms if not (shared and algorithm == tuning.TILES)]
 
 
 def _serves(algorithm: str, run: Callable[[], object], key: str) -> bool:

@@ -146,7 +146,7 @@ def algorithm(
     if len(algorithms) == 1:
         return algorithms[0]
     question = _question(query, key, spec) + (" backward" if backward else "")
-    return tuning.choose(group, query.device, question, tuple(algorithms), default)
+    return tuning.choose(group, query.device, question, tuple(algorithms), tuning.by_size(default))
 
 
 def _question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:

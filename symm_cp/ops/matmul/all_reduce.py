@@ -47,7 +47,7 @@ from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import AllReduceCall
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import ALGORITHMS, choose
+from symm_cp.tuning import ALGORITHMS, by_size, choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"
 SUM = "_fused_matmuls_all_reduce"
@@ -106,8 +106,8 @@ def produce_and_all_reduce(
     rows, columns = split.sizes[0], out.shape[1]
     # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
     question = algorithms.question("matmul_all_reduce", out.dtype, (rows, columns, columns))
-    by_size = algorithms.for_sum(out.device, rows, columns)
-    whole = choose(group, out.device, question, ALGORITHMS, by_size) == "whole"
+    default = algorithms.for_sum(out.device, rows, columns)
+    whole = choose(group, out.device, question, ALGORITHMS, by_size(default)) == "whole"
     name = call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")
     call = AllReduceCall(
         group,

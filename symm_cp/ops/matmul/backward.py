@@ -32,7 +32,7 @@ from symm_cp.runtime.calls import GatherCall
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import ALGORITHMS, choose
+from symm_cp.tuning import ALGORITHMS, by_size, choose
 
 _WEIGHT_GRAD = "_fused_all_gather_weight_grad"
 _BACKWARD = "_fused_matmul_reduce_scatter_backward"
@@ -138,8 +138,8 @@ def _weight_grad_rows(
     rows, columns = math.prod(lead), [grad.shape[-1] for grad in grads]
     products = [(inner, rows, count) for count in columns]
     question = algorithms.question("weight_grad", x_shard.dtype, *products)
-    by_size = algorithms.for_gradient(x_shard.device, rows, sum(columns))
-    whole = choose(group, x_shard.device, question, ALGORITHMS, by_size) == "whole"
+    default = algorithms.for_gradient(x_shard.device, rows, sum(columns))
+    whole = choose(group, x_shard.device, question, ALGORITHMS, by_size(default)) == "whole"
     gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole else [Sum(out, group.world_size) for out in outs]
 
@@ -271,8 +271,8 @@ def _backward_rows(
     products += [(inner, rows, outer)] * (grad_weight is not None)
     question = algorithms.question("matmul_reduce_scatter_backward", shard.dtype, *products)
     for_size = algorithms.for_gather if grad_weight is None else algorithms.for_gradient
-    by_size = for_size(shard.device, rows, inner)
-    whole = choose(group, shard.device, question, ALGORITHMS, by_size) == "whole"
+    default = for_size(shard.device, rows, inner)
+    whole = choose(group, shard.device, question, ALGORITHMS, by_size(default)) == "whole"
     gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
 

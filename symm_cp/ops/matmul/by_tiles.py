@@ -18,19 +18,20 @@ from symm_cp.group.memory import Group
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.runtime.calls import CountCall, PollCall
 from symm_cp.tensors.dtypes import NARROW
+from symm_cp.tensors.shards import Split
 
 _DTYPES = (*NARROW, torch.float32)
 
 
 def gathers(
-    group: Group, x_shard: torch.Tensor, weights: Sequence[torch.Tensor], *, equal: bool
+    group: Group, x_shard: torch.Tensor, weights: Sequence[torch.Tensor], split: Split
 ) -> bool:
     """Returns whether `gather` may run a call; all ranks get the same answer.
 
-    The gathered dimension is not the last one; `equal`: shards have equal lengths.
+    The gathered dimension is not the last one.
     """
     return (
-        equal
+        split.is_equal
         and len(weights) > 0
         and x_shard.dtype in _DTYPES
         and x_shard.numel() > 0

@@ -48,7 +48,7 @@ from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Split
-from symm_cp.tuning import ALGORITHMS, TILES, choose
+from symm_cp.tuning import LANES, TILES
 
 GATHER = "fused_all_gather_matmul"
 
@@ -177,10 +177,11 @@ def all_gather_matmul_kernel(
     call = call._replace(name=algorithms.part_by_part(group, x_shard, call.name))
     if call.by_columns:
         return _gather_columns(group, call, x_shard, weights, return_A)
-    tiles = by_tiles.gathers(group, x_shard, weights, equal=call.split.is_equal)
-    served = (*ALGORITHMS, TILES) if tiles else ALGORITHMS
+    tiles = partial(by_tiles.gathers, group, x_shard, weights, call.split)
     by_size = algorithms.for_gather(x_shard.device, *call.part)
-    algorithm = choose(group, x_shard.device, call.question, served, by_size)
+    algorithm = algorithms.choose_pipelined(
+        group, x_shard.device, call.question, by_size, call.part, tiles=tiles
+    )
     whole = algorithm == "whole"
     outs = [new_result(x_shard, shape) for shape in call.outs]
     gathered = new_result(x_shard, call.whole) if return_A or whole else None
@@ -191,7 +192,8 @@ def all_gather_matmul_kernel(
         shard = x_shard.movedim(call.split.dim, 0)
         by_tiles.gather(group, shard, weights, outs, gathered, call.name)
     else:
-        gather_rows(group, call, x_shard, weights, outs, gathered, torch.mm)
+        in_turn = algorithm == LANES
+        gather_rows(group, call, x_shard, weights, outs, gathered, torch.mm, lanes=in_turn)
     kept = gathered if return_A else None
     dim = call.split.dim
     if dim == 0:
@@ -234,6 +236,8 @@ def gather_rows(
     gathered: torch.Tensor | None,
     multiply: Multiply,
     scales: RowScales | None = None,
+    *,
+    lanes: bool = False,
 ) -> None:
     """Gathers a dimension other than the last: the shards' products are the result's rows."""
     shard = [x_shard if call.split.dim == 0 else x_shard.movedim(call.split.dim, 0)]
@@ -253,10 +257,9 @@ def gather_rows(
         for part, weight in zip(parts, weights, strict=True):
             multiply(rows, weight, out=part[rank])
 
-    gather = GatherCall(
-        group, shard, consume, call.name, shapes=shapes, gathered=gathered, split=call.front
+    runtime.run(
+        GatherCall(group, shard, consume, call.name, shapes, gathered, call.front, lanes=lanes)
     )
-    runtime.run(gather)
 
 
 def gather_shards(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -48,7 +49,7 @@ from symm_cp.runtime.calls import ScatterCall
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import ALGORITHMS, TILES, choose
+from symm_cp.tuning import LANES, TILES
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
@@ -77,7 +78,7 @@ def _check_scatter(
 
 
 def _algorithm(group: Group, terms: Terms) -> str:
-    """Returns "shards", "tiles", or "whole", which computes the whole sum before it sends any."""
+    """Returns the algorithm; "whole" computes the whole sum before it sends any."""
     if terms.by_columns or not terms.lefts:
         return "shards"
     like = terms.like
@@ -88,9 +89,10 @@ def _algorithm(group: Group, terms: Terms) -> str:
         for left, right in zip(terms.lefts, terms.rights, strict=True)
     )
     question = algorithms.question("matmul_reduce_scatter", like.dtype, *products)
-    served = (*ALGORITHMS, TILES) if by_tiles.scatters(group, terms) else ALGORITHMS
-    return choose(
-        group, like.device, question, served, algorithms.for_sum(like.device, rows, columns)
+    by_size = algorithms.for_sum(like.device, rows, columns)
+    tiles = partial(by_tiles.scatters, group, terms)
+    return algorithms.choose_pipelined(
+        group, like.device, question, by_size, (rows, columns), tiles=tiles
     )
 
 
@@ -113,7 +115,7 @@ def _multiply_and_reduce_scatter(
 
     def produce(rank: int, numbers: torch.Tensor) -> None:
         partial = torch.view_as_complex(numbers) if is_complex else numbers
-        if algorithm == "shards":
+        if algorithm != "whole":
             terms.add_up(partial, rank)
             return
         if not summed:
@@ -129,7 +131,8 @@ def _multiply_and_reduce_scatter(
     if algorithm == TILES:
         by_tiles.scatter(group, terms, out, name, mean=mean)
     else:
-        runtime.run(ScatterCall(group, produce, numbers, name, shapes=shapes, mean=mean))
+        lanes = algorithm == LANES
+        runtime.run(ScatterCall(group, produce, numbers, name, shapes, mean=mean, lanes=lanes))
     return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
 
 

@@ -6,14 +6,15 @@ that the ranks never all read from the same peer at once.
 Forms
     ``direct``  one lane; kernels and copies read peers' memory where it lies (CPU). The lane is
                 ``"compute"``, the calling thread; in the background it is ``"copy"``.
-    ``staged``  up to three lanes: ``"copy"`` (a stream of its own, run by copy engines)
+    ``staged``  up to four lanes: ``"copy"`` (a stream of its own, run by copy engines)
                 exchanges signals and pulls peers' memory ahead of its use; ``"compute"`` (the
                 caller's stream) runs kernels on memory of its own rank, and in the background
-                copies the input away; ``"signal"`` (a stream of its own) signals peers when kernels
-                have written their data. The runtime starts the copy lane of a call when the
-                caller's stream has reached the call, so the input is complete and private memory
-                may be used again. Lane ``"signal"`` begins with a wait for an own flag of lane
-                ``"compute"``.
+                copies the input away; with option ``lanes`` every second kernel runs on
+                ``"compute2"`` (a stream of its own); ``"signal"`` (a stream of its own) signals
+                peers when kernels have written their data. The runtime starts the lanes of a call
+                when the caller's stream has reached the call, so the input is complete and private
+                memory may be used again. Lane ``"signal"`` begins with a wait for an own flag of
+                lane ``"compute"``.
 
 Why signals have a lane
     On GPUs a signal is a copy of 4 bytes, and a copy engine carries out one copy after the other. A
@@ -84,8 +85,8 @@ The background in staged form
     whatever the earlier call was.
 
 Flags to oneself (staged form; a runtime may turn them into events)
-    ``"begun"``                         the caller's writes to its symmetric tensor are complete
-                                        (writer: compute)
+    ``"begun"``                         the caller's writes to its symmetric tensor are complete,
+                                        and the slot may be written (writer: compute)
     ``"made<i>"``, ``"made"``           the i-th kernel's part of the slot, or the part of all
                                         kernels, has been written (compute)
     ``"published"``                     the contents of the slot have been written (compute);
@@ -101,6 +102,7 @@ Flags to oneself (staged form; a runtime may turn them into events)
                                         that still runs raises it (compute)
     ``"consumed<i>"``, ``"added<i>"``   the i-th shard, or partial sum, has been used (compute)
     ``"ended"``                         the copy lane has nothing left that kernels wait for (copy)
+    ``"compute2 made<i>"``, ``"compute2 ended"``  the same for lane ``"compute2"`` (compute2)
 """
 
 from __future__ import annotations
@@ -149,13 +151,24 @@ class Draft:
         """Hands out steps of lane ``"copy"``."""
         self.add("copy", *steps)
 
-    def signal_beside(self, event: str, flag: str, *to: int) -> None:
-        """Signals peers from lane ``"signal"`` when lane ``"compute"``, which goes on, gets here.
+    def compute_lane(self, number: int, options: Options) -> str:
+        """The lane of a call's kernel ``number``: with ``lanes`` the two take turns."""
+        return "compute2" if "lanes" in options and number % 2 else "compute"
+
+    def signal_beside(self, event: str, flag: str, *to: int, lane: str = "compute") -> None:
+        """Signals peers from lane ``"signal"`` when ``lane``, which goes on, gets here.
 
         ``event`` is the own flag that lane ``"signal"`` waits for; other lanes may, too.
         """
-        self.compute(Signal(self.rank, event))
+        if lane != "compute":
+            event = f"{lane} {event}"
+        self.add(lane, Signal(self.rank, event))
         self.add("signal", Wait(self.rank, event), *(self.signal(peer, flag) for peer in to))
+
+    def join_compute2(self) -> None:
+        """Makes lane ``"compute"`` wait for the kernels of lane ``"compute2"``."""
+        self.add("compute2", Signal(self.rank, "compute2 ended"))
+        self.compute(Wait(self.rank, "compute2 ended"))
 
     def own(self, buffer: str, chunk: int | None = None) -> Region:
         """Memory of this rank."""

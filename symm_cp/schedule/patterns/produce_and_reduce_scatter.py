@@ -6,6 +6,8 @@ caller's choice. ``Compute("reduce", rank, ...)`` adds the partial sums of all r
 order, so that the result does not depend on timing.
 
 Options
+    ``lanes``     kernels alternate between two lanes, so that the next one fills multiprocessors
+                  that the last tiles of the one before leave idle
     ``together``  with two slots: one kernel produces for all ranks, and raises an own
                   flag ``"counted<i>"`` when it has written the chunk of the i-th peer. It compares
                   epochs, which a graph cannot change.
@@ -24,6 +26,11 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 #   compute  produce 1 | produce 2 | produce 0 |                   reduce
 #   signal             | signal 1  | signal 2 |
 #   copy                           | wait 2 | pull 2 | wait 1 | pull 1 |
+#
+# With ``lanes``:
+#
+#   compute  produce 1    | produce 0 |                          reduce
+#   compute2   | produce 2    |
 
 
 # Rank 0 of 3, together. One kernel does its parts one after the other. It waits for nothing and is
@@ -38,6 +45,10 @@ def _staged(draft: Draft, options: Options) -> None:
     rank, others, together = draft.rank, draft.peers, "together" in options
     parts = tuple(draft.own("partials", source) for source in range(draft.world_size))
     draft.compute(*draft.claim_slot())
+    if "lanes" in options and len(others) > 1:
+        # Both lanes write the slot.
+        draft.compute(Signal(rank, "begun"))
+        draft.add("compute2", Wait(rank, "begun"))
     if together:
         counted = [(f"counted{i}", draft.own("slot", peer)) for i, peer in enumerate(others)]
         draft.compute(Compute("produce", rank, (), (parts[rank],), raises=tuple(counted)))
@@ -46,12 +57,16 @@ def _staged(draft: Draft, options: Options) -> None:
         if together:
             draft.add("signal", Wait(rank, f"counted{turn}"), draft.signal(peer, "partial"))
         else:
-            draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
-            draft.signal_beside(f"made{turn}", "partial", peer)
+            lane = draft.compute_lane(turn, options)
+            draft.add(lane, Compute("produce", peer, (), (draft.own("slot", peer),)))
+            draft.signal_beside(f"made{turn}", "partial", peer, lane=lane)
         source = (rank - turn - 1) % draft.world_size
         draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
     if not together:
-        draft.compute(Compute("produce", rank, (), (parts[rank],)))
+        lane = draft.compute_lane(len(others), options)
+        draft.add(lane, Compute("produce", rank, (), (parts[rank],)))
+        if lane == "compute2":
+            draft.join_compute2()
     if others:
         draft.copy(Signal(rank, "ended"))
         for peer in others:
@@ -63,5 +78,10 @@ def _staged(draft: Draft, options: Options) -> None:
 PRODUCE_AND_REDUCE_SCATTER = Pattern(
     "PRODUCE_AND_REDUCE_SCATTER",
     "sync",
-    staged=Form(_staged, subsets("together"), one_slot=True, two_slots=("together",)),
+    staged=Form(
+        _staged,
+        (*subsets("together"), frozenset({"lanes"})),
+        one_slot=True,
+        two_slots=("together",),
+    ),
 )

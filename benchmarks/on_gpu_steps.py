@@ -262,6 +262,16 @@ def _chosen(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
             yield ratio <= 1.1, f"{name}: {taken[0]} takes {ratio:.2f} of the fastest"
 
 
+def _lanes(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
+    times = {
+        (row["case"], row.get("algorithm")): row["device_us"] for row in rows if "device_us" in row
+    }
+    for (case, algorithm), of_lanes in times.items():
+        if algorithm == "lanes" and (case, "shards") in times:
+            ratio = of_lanes / times[case, "shards"]
+            yield ratio < 0.98, f"{case}: {ratio:.2f} of shards"
+
+
 @dataclass(frozen=True)
 class Claim:
     """A row of the table of symm_cp/cuda/README.md.
@@ -311,6 +321,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("one visible GPU per process; several hosts; NVSHMEM"),
     Claim("the host issues fused matmuls faster than a GPU runs them", "loopback", "", _is_ahead),
     Claim("fused matmuls are as fast as torch's pipelines", "loopback", "", _as_fast_as_torchs),
+    Claim("two compute streams share multiprocessors", "loopback", "", _lanes),
     Claim("gaps between kernels are at most 10 us", "loopback", "", _small_gaps),
     Claim("the algorithm by size takes at most 1.1 of the fastest", "loopback", "", _chosen),
     Claim("matmuls by tiles reach 0.95 of `torch.mm`", "tiles", "", _tiles),

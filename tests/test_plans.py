@@ -25,7 +25,7 @@ from tests.ops.calls import caller, completed
 OPS = torch.ops.symm_mem
 
 #: Ops whose examples stay in Python, and a part of the reason.
-IN_PYTHON = {"_same_on_all_ranks": "step by step"}
+IN_PYTHON = {"_same_on_all_ranks": "other calls than ops"}
 
 
 def runs() -> int:

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import accelerators, env, native
@@ -92,6 +93,11 @@ def places_apart(places: Sequence[HostPlace]) -> str:
     if any(gpu in place.unreachable for place in places for gpu in gpus):
         return "its GPUs do not all reach each other's memory"
     return ""
+
+
+def in_test_mode() -> bool:
+    """Returns whether torch's `_test_mode()` asks for unfused ops: as if ranks worked apart."""
+    return torch_symm_mem._is_test_mode
 
 
 def apart_of(group: Group, device: torch.device) -> Apart | None:

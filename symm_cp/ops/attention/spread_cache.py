@@ -156,7 +156,7 @@ def _spread_cache_attention(
     count_attention_run()
     scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
     details = (window_left, scale, softcap, sinks is not None)
-    name = _name(query, key, value, f"{first_query=} {details}")
+    name = _name(query, key, value, first_query_text(first_query) + str(details))
     merged, ranks = Merged(query, query.shape[1], value.shape[3]), group.world_size
     for begin, rows in _chunks(query, value):
         work = partial(attend, query, key, value, mask, places, scoring, begin, rows)
@@ -180,6 +180,11 @@ def _chunks(query: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[int, int
     most = max(1, _CHUNK_BYTES // max(1, row)) if query.device.type == "cpu" else max(1, S)
     for begin in range(0, max(1, S), most):
         yield begin, min(most, S - begin)
+
+
+def first_query_text(first_query: int | None) -> str:
+    """Returns what the ranks compare of `first_query`; plans put in the number of each call."""
+    return "" if first_query is None else f"{first_query=} "
 
 
 def _name(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, details: str) -> bytes:

@@ -22,6 +22,7 @@ from symm_cp.ops.attention.spread_cache import (
     additive_mask,
     attend,
     check_arguments,
+    first_query_text,
 )
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.ops.call import Call
@@ -96,7 +97,7 @@ def _attention(
     scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
     packed = attend(query, key, value, mask, (key_positions, first_query, window_left), scoring)
     details = (key.shape[1], window_left, scale, softcap, sinks is not None)
-    call.agree(f"{first_query=} {details}")
+    call.agree(first_query_text(first_query) + str(details))
     by_rank = packed.unflatten(1, (call.world_size, -1)).movedim(1, 0)
     arrived = call.all_to_all(by_rank)
     heads = arrived.shape[2]

@@ -186,6 +186,12 @@ def _met_on_this_host(group: Group) -> bool:
     return bool(native.load().symm_cp_met_on_this_host(group.name.encode()))
 
 
+def has_epochs(group: Group) -> bool:
+    """Whether it is known that ranks share memory for tensors on CPU, and so count their calls."""
+    known = group.find(APART) or {}
+    return known.get("cpu", "unknown") is None and not in_test_mode()
+
+
 def _known_at_once(group: Group) -> bool:
     """Whether `apart_of` returns without waiting, for tensors on CPU."""
     known = group.find(APART) or {}

@@ -447,18 +447,10 @@ def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwarg
     return caller(name, tensor, uneven)(tensor, *args, *uneven, **kwargs)
 
 
-# Renamed in torch 2.13, where the old names warn.
+# Renamed in torch 2.13, where the old name warns.
 _gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 
 def unfused_all_gather(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """The definition: torch's functional all-gather, waited for."""
     return funcol.wait_tensor(_gather(shard.contiguous(), dim, group_name))
-
-
-def unfused_reduce_scatter(
-    whole: torch.Tensor, reduce_op: str, dim: int, group_name: str
-) -> torch.Tensor:
-    """The definition: torch's functional reduce-scatter, waited for."""
-    return funcol.wait_tensor(_scatter(whole.contiguous(), reduce_op, dim, group_name))

@@ -254,8 +254,8 @@ def attend(
     lse.fill_(-torch.inf)
     if query.numel() > 0 and key.shape[2] > 0:
         tile_mask = TileMask(mask=additive_mask(query, mask, *places))
-        dense = [dense_features(tensor) for tensor in (query, key, value)]
-        native_tiles.attend(*dense, scoring, tile_mask, out, lse)
+        query, key, value = (dense_features(tensor) for tensor in (query, key, value))
+        native_tiles.attend(query, key, value, scoring, tile_mask, out, lse)
     return packed
 
 

@@ -120,7 +120,7 @@ def test_equals_dense_attention(ranks: Ranks, name: str, world_size: int) -> Non
             )  # fmt: skip
 
 
-def decode(group: dist.ProcessGroup, steps: int, new: int, **options: Any) -> int:
+def decode(group: dist.ProcessGroup, steps: int, new: int, options: dict[str, Any]) -> None:
     """Decodes some tokens at a time, compares with one call, and counts the calls made by plans."""
     torch.manual_seed(0)
     W, rank = group.size(), group.rank()
@@ -146,17 +146,16 @@ def decode(group: dist.ProcessGroup, steps: int, new: int, **options: Any) -> in
             **(options | {"mask": mask}),
         )
         torch.testing.assert_close(out, whole[:, heads, step : step + new], atol=1e-5, rtol=1e-5)
-    return int(native.load().symm_cp_plans_run())
+    planned = native.load().symm_cp_plans_run()
+    # Not those that find no key or one on this rank, nor two of each kind.
+    assert planned >= steps // new - 8 or device.chosen() != "cpu", planned
 
 
 @pytest.mark.parametrize("new", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"scatter_heads": True}, {"mask": True}], ids=str)
 def test_steps_equal_one_call(ranks: Ranks, new: int, options: dict[str, Any]) -> None:
     """A plan serves all lengths of the cache: the second call with keys records it."""
-    steps = 512
-    planned = ranks.run(2, decode, steps, new, **options)
-    if device.chosen() == "cpu":
-        assert min(planned) >= steps // new - 8, planned
+    ranks.run(2, decode, 512, new, options)
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

@@ -262,8 +262,8 @@ def _agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
     if apart_of(state, input.device) is not None:  # it is an op on peers' memory
         return False
     numbers = _numbers_of(input, further)
-    with ordinary_tensors():  # a rank without numbers joins, so that all ranks compare everything
-        own = torch.tensor(numbers or [0, 0], dtype=torch.int64, device="cpu")
+    # A rank without numbers joins, so that all ranks compare everything.
+    own = torch.tensor(numbers or [0, 0], dtype=torch.int64, device="cpu")
     sums = direct("_one_shot_all_reduce")(own, "sum", group).tolist()
     return numbers is not None and sums == [number * state.world_size for number in numbers]
 

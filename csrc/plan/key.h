@@ -63,7 +63,7 @@ class Key {
   const Numbers& numbers() const { return numbers_; }
   const Tensors& tensors() const { return tensors_; }
   bool has_free() const { return free_tensors_ != 0 || !free_numbers_.empty(); }
-  bool is_free(size_t tensor) const { return free_tensors_ >> tensor & 1; }
+  bool is_free(size_t tensor) const { return tensor < 64 && (free_tensors_ >> tensor & 1) != 0; }
   struct FreeNumber {
     const std::string* name;
     int64_t value;
@@ -149,6 +149,9 @@ class Key {
         continue;
       add(-3 - static_cast<int64_t>(i));
       add(address - reinterpret_cast<intptr_t>(tensors_[i].const_data_ptr()));
+      // One tensor may be two free arguments, which are told apart by their strides only.
+      for (const at::Tensor* each : {&tensors_[i], &tensor})
+        for (int64_t dim = 0; is_free && dim < each->dim(); ++dim) add(each->stride(dim));
       break;
     }
     if (is_free) free_tensors_ |= uint64_t{1} << tensors_.size();

@@ -150,8 +150,8 @@ class Key {
       add(-3 - static_cast<int64_t>(i));
       add(address - reinterpret_cast<intptr_t>(tensors_[i].const_data_ptr()));
       // One tensor may be two free arguments, which are told apart by their strides only.
-      for (const at::Tensor* each : {&tensors_[i], &tensor})
-        for (int64_t dim = 0; is_free && dim < each->dim(); ++dim) add(each->stride(dim));
+      for (int64_t dim = 0; is_free && dim < tensor.dim(); ++dim) add(tensor.stride(dim));
+      for (int64_t dim = 0; is_free && dim < tensors_[i].dim(); ++dim) add(tensors_[i].stride(dim));
       break;
     }
     if (is_free) free_tensors_ |= uint64_t{1} << tensors_.size();

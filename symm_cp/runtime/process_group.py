@@ -66,7 +66,7 @@ def exchange(
         _all_reduce(group, given[0], taken, name, reduce_op)
         return
     sent = [
-        data.narrow(0, begin, size)
+        data.narrow(0, begin if size else 0, size)  # an empty part may begin behind the end
         for data in map(_bytes, given)
         for begin, size in _parts(given_parts, 2, len(given))
     ]
@@ -91,9 +91,9 @@ def exchange(
             gathered = all_gather(torch.cat(sent), Split(tuple(sizes)), group.name)
             arrived = funcol.wait_tensor(gathered)
     for part, (begin, size, row, pitch) in zip(arrived.split(sizes), places, strict=True):
-        row = row or max(1, size)
-        shape, strides = (size // row, row), (pitch or row, 1)
-        into.as_strided(shape, strides, into.storage_offset() + begin).copy_(part.view(shape))
+        if size > 0:
+            shape, strides = (size // (row or size), row or size), (pitch or size, 1)
+            into.as_strided(shape, strides, into.storage_offset() + begin).copy_(part.view(shape))
 
 
 def _parts(numbers: Sequence[int], count: int, of: int = 1) -> Iterator[tuple[int, ...]]:

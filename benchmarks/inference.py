@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import wait_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,7 +37,7 @@ from benchmarks.llama import (
 )
 from benchmarks.rivals import Rival
 from symm_cp.commands.bench.jobs import groups_over
-from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
+from symm_cp.ops.common import unfused_all_gather
 
 DIM, HEADS, HIDDEN, LAYERS = 1024, 16, 2816, 4
 CACHED = 256  # tokens that decoding attends to
@@ -158,10 +159,10 @@ def _prefill_case(
         return run
 
     def unfused(over: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-        name = over.group_name
+        name, scatter = over.group_name, torch.ops._c10d_functional.reduce_scatter_tensor
         return step(
             lambda x, w: unfused_all_gather(x, 0, name) @ w,
-            lambda a, w: unfused_reduce_scatter(a @ w, "sum", 0, name),
+            lambda a, w: wait_tensor(scatter(a @ w, "sum", ranks, name)),
         )
 
     def over_rival(rival: Rival) -> Callable[[], torch.Tensor]:

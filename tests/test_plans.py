@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves
 import symm_cp
 from symm_cp import native
 from symm_cp.cuda.plans import refusals
-from symm_cp.ops.op import Op, declared
+from symm_cp.ops.call import Call
+from symm_cp.ops.common import group_of
+from symm_cp.ops.op import NoGradient, Op, declared
+from symm_cp.ops.registration import register_one
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.calls import caller, completed
@@ -25,7 +28,7 @@ from tests.ops.calls import caller, completed
 OPS = torch.ops.symm_mem
 
 #: Ops whose examples stay in Python, and a part of the reason.
-IN_PYTHON = {"_same_on_all_ranks": "step by step"}
+IN_PYTHON = {"_same_on_all_ranks": "other calls than ops"}
 
 
 def runs() -> int:
@@ -148,6 +151,41 @@ def other_arguments(group: dist.ProcessGroup, seed: int) -> None:
 
 def test_what_changes_between_calls_is_seen(ranks: Ranks) -> None:
     ranks.run(2, other_arguments, random.randrange(1 << 30))
+
+
+MISUSES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "aten::mul uses a part of a free argument": lambda x, n: x[-1:] * 2,
+    "aten::sum makes a tensor of a free argument": lambda x, n: x.sum(0, keepdim=True),
+    "no op takes a free number": lambda x, n: torch.full((1, 3), float(n)),
+}
+
+
+def misused(group: dist.ProcessGroup) -> None:
+    """Calls whose work would depend on free arguments that the plan does not pass on."""
+    for number, (reason, work) in enumerate(MISUSES.items()):
+
+        def kernel(x: torch.Tensor, n: int, group_name: str, work: Any = work) -> torch.Tensor:
+            return Call("free", group_of(group_name)).all_gather(work(x, n))
+
+        op = Op(
+            name=f"free_{number}", namespace="tests", fake=kernel, kernel=kernel,
+            schema="(Tensor x, int n, str group_name) -> Tensor", gradient=NoGradient(""),
+            free={"x": 0, "n": None},
+        )  # fmt: skip
+        if not hasattr(torch.ops.tests, op.name):
+            register_one(op)
+        runs()
+        for n in range(2, 8):
+            x = torch.randn(n, 3)
+            want = torch.cat([torch.empty(1, 3)] * group.size())
+            dist.all_gather_into_tensor(want, work(x, n), group=group)
+            assert torch.equal(op.overload(x, n, group.group_name), want)
+        assert runs() == 0
+        assert refusals()[op.full_name] == reason
+
+
+def test_plans_bake_nothing_of_free_arguments(ranks: Ranks) -> None:
+    ranks.run(2, misused)
 
 
 def freed_memory(group: dist.ProcessGroup) -> None:

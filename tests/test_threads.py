@@ -301,7 +301,11 @@ def test_threads_share_work_of_128_kib_and_more(ranks: Ranks) -> None:
 @exhaustive
 def test_suites_of_collectives_with_two_threads_a_rank() -> None:
     suites = ("backend/test_collectives", "test_exchange", "test_reduce", "ops/test_in_flight")
-    suites += ("ops/test_collectives", "ops/test_native_all_reduce", "ops/test_matmul_all_reduce")
+    suites += (
+        "ops/test_collectives",
+        "ops/test_matmul_all_reduce_cpu",
+        "ops/test_matmul_all_reduce",
+    )
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--ranks-threads=2", *(f"tests/{s}.py" for s in suites)],

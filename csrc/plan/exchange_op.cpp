@@ -74,17 +74,19 @@ void run_exchange(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace
 
-void PreparedExchange::run(Group& group, const Addresses& given, const Addresses& taken) {
+void PreparedExchange::run(Group& group, const Addresses& given, const Addresses& taken,
+                           const std::string* name) {
   if (busy_.exchange(true, std::memory_order_acquire)) {
     PreparedExchange own;
     own.exchange = exchange;
     own.given_at = given_at, own.taken_at = taken_at;
-    return own.run(group, given, taken);
+    return own.run(group, given, taken, name);
   }
   struct Free {
     std::atomic<bool>& busy;
     ~Free() { busy.store(false, std::memory_order_release); }
   } const free{busy_};
+  if (name != nullptr) exchange.call_name = *name;
   if (exchange.boxes != nullptr) {
     exchange.operands.clear();
     for (void* const address : given) exchange.operands.push_back(static_cast<char*>(address));

@@ -8,15 +8,23 @@
 #include <ATen/core/stack.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace symm_cp {
 
 namespace plans {
 
 using torch::jit::Stack;
+
+// The arguments of an op that may differ between calls of one plan: for each the dimension of a
+// tensor whose size may, as do its strides and values, or kFreeNumber; none of an op without any.
+using Free = std::vector<int>;
+constexpr int kNotFree = -1;
+constexpr int kFreeNumber = 100;
 
 // The tensors among the arguments of an op, and the numbers that distinguish its calls.
 class Key {
@@ -25,14 +33,19 @@ class Key {
   using Tensors = c10::SmallVector<at::Tensor, 8>;
 
   // `host_values`: kernels may read the values of integer tensors on the host.
-  Key(const c10::OperatorHandle& op, const Stack& stack, bool host_values)
+  Key(const c10::OperatorHandle& op, const Stack& stack, bool host_values, const Free& free)
       : host_values_(host_values) {
     numbers_.push_back(reinterpret_cast<intptr_t>(&op.schema()));
     const auto& arguments = op.schema().arguments();
     for (size_t i = 0; i < arguments.size() && usable(); ++i) {
       const c10::IValue& value = torch::jit::peek(stack, i, arguments.size());
+      const int how = free.empty() ? kNotFree : free[i];
       if (value.isString() && arguments[i].name() == "group_name")
         group_name_ = &value.toStringRef();
+      else if (how == kFreeNumber && value.isInt())
+        add(-4), free_numbers_.push_back({&arguments[i].name(), value.toInt()});
+      else if (how != kNotFree && value.isTensor())
+        add_tensor(value.toTensor(), how);
       else
         add_value(value);
     }
@@ -49,6 +62,14 @@ class Key {
   void set_group(int64_t number) { numbers_.push_back(number); }
   const Numbers& numbers() const { return numbers_; }
   const Tensors& tensors() const { return tensors_; }
+  bool has_free() const { return free_tensors_ != 0 || !free_numbers_.empty(); }
+  bool is_free(size_t tensor) const { return tensor < 64 && (free_tensors_ >> tensor & 1) != 0; }
+  struct FreeNumber {
+    const std::string* name;
+    int64_t value;
+  };
+  using FreeNumbers = c10::SmallVector<FreeNumber, 2>;
+  const FreeNumbers& free_numbers() const { return free_numbers_; }
   c10::Device device() const { return tensors_.front().device(); }
 
  private:
@@ -88,7 +109,15 @@ class Key {
     }
   }
 
-  void add_tensor(const at::Tensor& tensor) {
+  // Of a free size the key holds which others it equals, and whether it is 0 or 1.
+  void add_free_size(int64_t size) {
+    const auto* known = std::find(free_sizes_.begin(), free_sizes_.end(), size);
+    add((known - free_sizes_.begin()) << 2 | std::min<int64_t>(size, 2));
+    if (known == free_sizes_.end()) free_sizes_.push_back(size);
+  }
+
+  void add_tensor(const at::Tensor& tensor, int free_dim = kNotFree) {
+    const bool is_free = free_dim != kNotFree;
     if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
         tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
         tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
@@ -100,10 +129,14 @@ class Key {
     add(static_cast<int64_t>(tensor.scalar_type()) |
         static_cast<int64_t>(tensor.device().type()) << 8 |
         static_cast<int64_t>(static_cast<uint8_t>(tensor.device().index())) << 16 |
-        tensor.dim() << 24 | int64_t{address % 64 == 0} << 32);
+        tensor.dim() << 24 | int64_t{is_free || address % 64 == 0} << 32);
     int64_t last = tensor.storage_offset();
     for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      add(tensor.size(dim)), add(tensor.stride(dim));
+      if (dim == free_dim)
+        add_free_size(tensor.size(dim));
+      else
+        add(tensor.size(dim));
+      if (!is_free) add(tensor.stride(dim));
       last += (tensor.size(dim) - 1) * tensor.stride(dim);
     }
     // Freed or resized memory: Python raises the error.
@@ -116,11 +149,15 @@ class Key {
         continue;
       add(-3 - static_cast<int64_t>(i));
       add(address - reinterpret_cast<intptr_t>(tensors_[i].const_data_ptr()));
+      // One tensor may be two free arguments, which are told apart by their strides only.
+      for (int64_t dim = 0; is_free && dim < tensor.dim(); ++dim) add(tensor.stride(dim));
+      for (int64_t dim = 0; is_free && dim < tensors_[i].dim(); ++dim) add(tensors_[i].stride(dim));
       break;
     }
+    if (is_free) free_tensors_ |= uint64_t{1} << tensors_.size();
     tensors_.push_back(tensor);
     // The host may read the values of integer tensors, such as layouts, masks and routings.
-    if (usable() && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))
+    if (usable() && !is_free && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))
       add_values(tensor);
   }
 
@@ -150,6 +187,9 @@ class Key {
   const char* unusable_ = nullptr;
   Numbers numbers_;
   Tensors tensors_;
+  uint64_t free_tensors_ = 0;
+  c10::SmallVector<int64_t, 4> free_sizes_;
+  FreeNumbers free_numbers_;
   const std::string* group_name_ = nullptr;
 };
 

@@ -48,11 +48,13 @@ struct View {
   at::ScalarType dtype = at::kByte;
 };
 
-// An argument of an op, or a result of the call: a constant, a tensor, or a list of tensors.
+// An argument of an op, or a result of the call: a constant, a tensor, a list of tensors, or what
+// the caller gave: its tensor or its free number with this place in the key.
 struct StepArgument {
   c10::IValue constant;
   std::vector<View> tensors;
   bool is_list = false;
+  std::optional<size_t> free_tensor, free_number;
 };
 
 struct OpStep {
@@ -94,8 +96,9 @@ class PreparedExchange {
   // exchange has boxes.
   std::vector<int64_t> given_at, taken_at;
 
-  // Carries it out on tensors at these addresses.
-  void run(Group& group, const Addresses& given, const Addresses& taken);
+  // Carries it out on tensors at these addresses, under another name if one is given.
+  void run(Group& group, const Addresses& given, const Addresses& taken,
+           const std::string* name = nullptr);
 
  private:
   std::atomic<bool> busy_{false};  // another thread runs it
@@ -106,6 +109,9 @@ struct ExchangeStep {
   std::shared_ptr<PreparedExchange> prepared;
   std::vector<View> given, taken;
   std::vector<int> last;
+  // The name of the call, as the ranks compare it, with a free number in between.
+  std::optional<size_t> free_number;
+  std::string before, after;
 };
 
 // Launches a schedule; its steps follow, up to EndStep.
@@ -171,8 +177,6 @@ class Recording {
 
 // The kernel of ops for devices with streams: runs a plan, or Python.
 void kernel(const c10::OperatorHandle& op, Stack* stack);
-// The same for CPU tensors.
-void kernel_on_cpu(const c10::OperatorHandle& op, Stack* stack);
 // Like `kernel`, for ops for which torch has kernels: groups that this library does not support are
 // left to them.
 void kernel_or_torchs(const c10::OperatorHandle& op, Stack* stack);

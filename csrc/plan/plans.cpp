@@ -140,14 +140,14 @@ std::shared_ptr<Group> group_of(const c10::OperatorHandle& op, const Key& key, b
   }
 }
 
-// Runs a call of which nothing is known to prevent that.
-bool run_now(const c10::OperatorHandle& op, Stack* stack, bool on_cpu) {
+// Runs a call of which nothing is known to prevent that. Plans on streams have no free arguments.
+bool run_now(const c10::OperatorHandle& op, Stack* stack, bool on_cpu, const Free& free = {}) {
   State& state = State::get();
   const int record_at = state.record_at.load(std::memory_order_relaxed);
   if (record_at < 0) return false;
   if (on_cpu ? state.pauses.load(std::memory_order_relaxed) > 0 : is_set("SYMM_CP_DEBUG"))
     return false;
-  Key key(op, *stack, /*host_values=*/on_cpu);
+  Key key(op, *stack, /*host_values=*/on_cpu, free);
   if (!key.usable()) {
     state.refuse(op, key.unusable());
     return false;
@@ -212,17 +212,26 @@ bool run(const c10::OperatorHandle& op, Stack* stack) {
   return wanted == nullptr && run_now(op, stack, /*on_cpu=*/false);
 }
 
+// The kernel of an op for CPU tensors: runs a plan, or Python.
+class KernelOnCpu final : public c10::OperatorKernel {
+ public:
+  explicit KernelOnCpu(Free free) : free_(std::move(free)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    const Separate own;
+    if (!kernels::serves_cpu() || !run_now(op, stack, /*on_cpu=*/true, free_))
+      call_python(op, stack);
+  }
+
+ private:
+  Free free_;
+};
+
 [[maybe_unused]] const bool serves_streams = (kernels::run_on_streams = &run) != nullptr;
 
 }  // namespace
 
 void kernel(const c10::OperatorHandle& op, Stack* stack) {
   if (!run(op, stack)) call_python(op, stack);
-}
-
-void kernel_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
-  const Separate own;
-  if (!kernels::serves_cpu() || !run_now(op, stack, /*on_cpu=*/true)) call_python(op, stack);
 }
 
 void kernel_or_torchs(const c10::OperatorHandle& op, Stack* stack) {
@@ -273,8 +282,9 @@ const char* symm_cp_plans_refusals() {
 
 // Registers a kernel of an op, "symm_mem::f", for a dispatch key, until symm_cp_plan_op_undo: it
 // runs a plan, or Python's kernel. With `or_torchs` Python's kernel leaves unsupported groups to
-// torch's. Returns null on failure.
-void* symm_cp_plan_op(const char* name, const char* key, int or_torchs) {
+// torch's. `free` are the op's `count` arguments (key.h). Returns null on failure.
+void* symm_cp_plan_op(const char* name, const char* key, int or_torchs, const int* free,
+                      int count) {
   using namespace symm_cp::plans;
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -285,7 +295,8 @@ void* symm_cp_plan_op(const char* name, const char* key, int or_torchs) {
                                                  std::string(name, std::strstr(name, "::")),
                                                  c10::parseDispatchKey(key), __FILE__, __LINE__);
     if (c10::parseDispatchKey(key) == c10::DispatchKey::CPU)
-      made->impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel_on_cpu>());
+      made->impl(name, torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(
+                           std::make_unique<KernelOnCpu>(Free(free, free + count)))));
     else if (or_torchs != 0)
       made->impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel_or_torchs>());
     else

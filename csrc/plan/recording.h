@@ -23,10 +23,13 @@ inline const char* address_of(const at::Tensor& tensor) {
 
 class PlanRecording final : public Recording {
  public:
-  explicit PlanRecording(const Key& key) : given_(key.tensors()) {
+  explicit PlanRecording(const Key& key) : key_(key), given_(key.tensors()) {
     plan_.device = key.device();
     for (const at::Tensor& tensor : given_) add_value(tensor);
     inputs_ = values_.size();
+    for (size_t i = 0; i < given_.size(); ++i)
+      if (key.is_free(i)) free_values_.push_back(value_of(given_[i]));
+    unused_ = (uint64_t{1} << key.free_numbers().size()) - 1;
   }
 
   void launch(LaunchStep step, uint32_t epoch, const std::vector<const void*>& operands) override {
@@ -77,7 +80,12 @@ class PlanRecording final : public Recording {
     }
     OpStep step{op, {}, {}, {}};
     step.is_mm = schema.name() == "aten::mm" && schema.overload_name() == "out";
-    for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
+    for (size_t i = 0; i < arguments.size(); ++i)
+      step.arguments.push_back(given(arguments[i], &schema.arguments()[i].name()));
+    // The size of a result that follows a free one would be part of the plan.
+    const auto is_free = [](const StepArgument& each) { return each.free_tensor.has_value(); };
+    if (fresh && std::any_of(step.arguments.begin(), step.arguments.end(), is_free))
+      refuse(what_ + " makes a tensor of a free argument");
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
     steps_of(kernel).emplace_back(std::move(step));
   }
@@ -115,10 +123,11 @@ class PlanRecording final : public Recording {
     }
     if (plan_.device.is_cpu() && !launches) {
       if (Group::made_by_this_thread() - first_call_ != calls_)
-        refusal_ = "it uses the group step by step, as for large tensors";
+        refusal_ = "it exchanges data by other calls than ops";
     } else if (!launches) {
       refuse("it launched nothing");
     }
+    if (unused_ != 0) refuse("no op takes a free number");
     for (const c10::IValue& result : results) {
       const auto same = [&](const at::Tensor& tensor) {
         return result.isTensor() && result.toTensor().is_same(tensor);
@@ -241,8 +250,23 @@ class PlanRecording final : public Recording {
     };
     views(arguments[0], step.given);
     views(arguments[1], step.taken);
+    name(step);
     plan_.steps.emplace_back(std::move(step));
     ++plan_.exchanges;
+  }
+
+  // Finds a free number in the name that ranks compare: "first_query=7".
+  void name(ExchangeStep& step) const {
+    const std::string& whole = step.prepared->exchange.call_name;
+    const auto& numbers = key_.free_numbers();
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const std::string begin = *numbers[i].name + '=', value = std::to_string(numbers[i].value);
+      const size_t at = whole.find(begin + value);
+      if (at == std::string::npos) continue;
+      step.free_number = i;
+      step.before = whole.substr(0, at + begin.size());
+      step.after = whole.substr(at + begin.size() + value.size());
+    }
   }
 
   // Whether an op only makes a contiguous tensor on CPU.
@@ -332,6 +356,8 @@ class PlanRecording final : public Recording {
 
   View view_of(const at::Tensor& tensor) {
     const int value = value_of(tensor);
+    if (std::find(free_values_.begin(), free_values_.end(), value) != free_values_.end())
+      refuse(what_ + " uses a part of a free argument");
     if (value == kNoValue || tensor.is_conj() || tensor.is_neg()) {
       refuse(what_ + " uses memory that is not the call's");
       return {};
@@ -348,13 +374,24 @@ class PlanRecording final : public Recording {
     return view;
   }
 
-  StepArgument given(const c10::IValue& value) {
+  // A free number is known by the name of the argument.
+  StepArgument given(const c10::IValue& value, const std::string* argument = nullptr) {
+    StepArgument free;
     if (value.isTensor()) {
       if (!value.toTensor().defined()) return {c10::IValue(at::Tensor()), {}, false};
       const at::Tensor& tensor = value.toTensor();
       // A number that Python passed as a tensor.
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return {value, {}, false};
-      return {{}, {view_of(tensor)}, false};
+      for (size_t i = 0; i < given_.size(); ++i)
+        if (key_.is_free(i) && given_[i].is_same(tensor)) free.free_tensor = i;
+      return free.free_tensor ? free : StepArgument{{}, {view_of(tensor)}, false};
+    }
+    for (size_t i = 0; i < key_.free_numbers().size() && argument != nullptr; ++i) {
+      const auto& [name, number] = key_.free_numbers()[i];
+      if (*name != *argument || !value.isInt() || value.toInt() != number) continue;
+      unused_ &= ~(uint64_t{1} << i);
+      free.free_number = i;
+      return free;
     }
     if (!value.isTensorList()) {
       if (value.isList())
@@ -367,7 +404,10 @@ class PlanRecording final : public Recording {
     return list;
   }
 
+  const Key& key_;
   const Key::Tensors& given_;  // the caller's tensors
+  std::vector<int> free_values_;
+  uint64_t unused_ = 0;  // a bit for each free number
   // The calls of groups that this thread had made before, and those that recorded ops have made.
   int64_t first_call_ = Group::made_by_this_thread(), before_op_ = 0, calls_ = 0;
   Plan plan_;

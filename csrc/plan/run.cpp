@@ -33,6 +33,8 @@ using Values = c10::SmallVector<at::Tensor, 12>;
 // returned.
 struct Frame {
   Values values;
+  Key::Tensors given;  // if plans of the op have free arguments
+  Key::FreeNumbers numbers;
   std::exception_ptr error;
 };
 
@@ -97,9 +99,16 @@ bool is_capturing(const driver::Api& api, void* stream) {
 
 class PlanRun {
  public:
-  PlanRun(std::shared_ptr<const Plan> plan, Values inputs, std::shared_ptr<Group> group)
+  PlanRun(std::shared_ptr<const Plan> plan, const Key& key, std::shared_ptr<Group> group)
       : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
-    frame_->values = std::move(inputs);
+    Values& inputs = frame_->values;
+    for (const at::Tensor& tensor : key.tensors()) {
+      const auto shares = [&](const at::Tensor& other) {
+        return other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+      };
+      if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
+    }
+    if (key.has_free()) frame_->given = key.tensors(), frame_->numbers = key.free_numbers();
     frame_->values.resize(plan_->values);
     for (const auto& [value, tensor] : plan_->constants) frame_->values[value] = tensor;
   }
@@ -143,6 +152,8 @@ class PlanRun {
       for (const View& view : given.tensors) tensors.push_back(tensor_of(view, frame, slot));
       return tensors;
     }
+    if (given.free_tensor) return frame.given[*given.free_tensor];
+    if (given.free_number) return frame.numbers[*given.free_number].value;
     return given.tensors.empty() ? given.constant : tensor_of(given.tensors[0], frame, slot);
   }
 
@@ -208,7 +219,11 @@ class PlanRun {
       for (const View& view : views) found.push_back(pointer(view.place));
       return found;
     };
-    step.prepared->run(*group_, addresses(step.given), addresses(step.taken));
+    std::string name;
+    if (step.free_number)
+      name = step.before + std::to_string(frame_->numbers[*step.free_number].value) + step.after;
+    step.prepared->run(*group_, addresses(step.given), addresses(step.taken),
+                       step.free_number ? &name : nullptr);
     exchanged_ = true;
     forget(step.last, *frame_);
   }
@@ -314,15 +329,8 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
   if (!serves_now(*plan)) return false;
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  Values inputs;
-  for (const at::Tensor& tensor : key.tensors()) {
-    const auto shares = [&](const at::Tensor& other) {
-      return other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
-    };
-    if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
-  }
   if (plan->counts) kernels::count_attention_run();
-  PlanRun run(plan, std::move(inputs), group);
+  PlanRun run(plan, key, group);
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (const auto& result : plan->results) {

@@ -232,12 +232,17 @@ class Served:
             native.load().symm_cp_plan_op_undo(handle)
 
 
-def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
+def serve(
+    op: str, dispatch_key: str, *, or_torchs: bool = False, free: Sequence[int] = ()
+) -> Served:
     """Runs an op for a dispatch key by a plan, or by Python if there is none.
 
     `or_torchs`: use the Python kernel that falls back to torch's for groups ours do not support.
+    `free` tells of each argument whether it is free: see `Op.free_places`.
     """
-    made = native.load().symm_cp_plan_op(op.encode(), dispatch_key.encode(), int(or_torchs))
+    made = native.load().symm_cp_plan_op(
+        op.encode(), dispatch_key.encode(), or_torchs, (ctypes.c_int * len(free))(*free), len(free)
+    )
     if not made:
         raise RuntimeError(f"symm_cp: {op} cannot be registered for {dispatch_key}")
     return Served(made)

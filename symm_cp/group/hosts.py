@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import accelerators, env, native
@@ -92,6 +93,11 @@ def places_apart(places: Sequence[HostPlace]) -> str:
     if any(gpu in place.unreachable for place in places for gpu in gpus):
         return "its GPUs do not all reach each other's memory"
     return ""
+
+
+def in_test_mode() -> bool:
+    """Returns whether torch's `_test_mode()` asks for unfused ops: as if ranks worked apart."""
+    return torch_symm_mem._is_test_mode
 
 
 def apart_of(group: Group, device: torch.device) -> Apart | None:
@@ -178,6 +184,12 @@ def _met_on_this_host(group: Group) -> bool:
     Then the group's first call waits only for the group's own peers, with its own time-out.
     """
     return bool(native.load().symm_cp_met_on_this_host(group.name.encode()))
+
+
+def has_epochs(group: Group) -> bool:
+    """Whether it is known that ranks share memory for tensors on CPU, and so count their calls."""
+    known = group.find(APART) or {}
+    return known.get("cpu", "unknown") is None and not in_test_mode()
 
 
 def _known_at_once(group: Group) -> bool:

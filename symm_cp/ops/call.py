@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
 from symm_cp.group.memory import Group
@@ -20,8 +19,6 @@ from symm_cp.ops.common import (
     name_of,
     rank_in,
     scatter_split,
-    unfused_all_gather,
-    unfused_reduce_scatter,
     world_size_of,
 )
 from symm_cp.runtime import exchange
@@ -158,15 +155,15 @@ class Call:
         return out
 
 
-class UnfusedCall(Call):
-    """The same collectives by torch's functional ones, on any tensors, also without values."""
+class ShapesCall(Call):
+    """The same collectives of tensors whose values do not matter: results have the right shapes."""
 
     def __init__(self, op: str, group_name: str) -> None:
         self.rank, self.world_size = rank_in(group_name), world_size_of(group_name)
         self._op, self._group_name = op, group_name
 
     def agree(self, values: object) -> None:
-        """Does nothing: torch's collectives compare nothing."""
+        """Does nothing: no rank compares anything."""
 
     @property
     def group(self) -> Group:  # type: ignore[override]
@@ -175,8 +172,9 @@ class UnfusedCall(Call):
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Like `Call.all_gather`."""
-        dim = check_dim(self._op, "dim", dim, tensor.dim())
-        return unfused_all_gather(tensor, dim, self._group_name)
+        shape, dim = list(tensor.shape), check_dim(self._op, "dim", dim, tensor.dim())
+        shape[dim] *= self.world_size
+        return tensor.new_empty(shape)
 
     def for_each_shard(self, tensor: torch.Tensor, consume: ConsumeRows) -> None:
         """Calls `consume` once, with the rows of all ranks."""
@@ -186,28 +184,19 @@ class UnfusedCall(Call):
         self, tensor: torch.Tensor, dim: int = 0, reduce_op: str = "sum"
     ) -> torch.Tensor:
         """Like `Call.reduce_scatter`."""
-        dim = check_dim(self._op, "dim", dim, tensor.dim())
+        shape, dim = list(tensor.shape), check_dim(self._op, "dim", dim, tensor.dim())
         check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
-        size, ranks = tensor.shape[dim], self.world_size
-        scatter_split(self._op, "dim", dim, size, None, ranks, any_sizes=False)
-        return unfused_reduce_scatter(tensor, reduce_op, dim, self._group_name)
+        scatter_split(self._op, "dim", dim, shape[dim], None, self.world_size, any_sizes=False)
+        shape[dim] = shape[dim] // self.world_size
+        return tensor.new_empty(shape)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Like `Call.all_to_all`."""
         size, ranks = tensor.shape[0], self.world_size
         scatter_split(self._op, "dim", 0, size, None, ranks, any_sizes=False)
-        taken = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        # Bytes: gloo's exchange takes no 16-bit types.
-        given, into = (real(t).view(torch.uint8) for t in (tensor.contiguous(), taken))
-        into.copy_(
-            funcol.wait_tensor(
-                funcol.all_to_all_single(given, None, None, self._group_name)  # type: ignore[arg-type]
-            )
-        )
-        return taken
+        return tensor.new_empty(tensor.shape)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str = "sum") -> torch.Tensor:
         """Like `Call.all_reduce`."""
         check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
-        given = tensor.contiguous()
-        return funcol.wait_tensor(funcol.all_reduce(given, reduce_op, self._group_name))
+        return tensor.new_empty(tensor.shape)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
-import torch.distributed._symmetric_memory as torch_symm_mem
 import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -28,7 +27,6 @@ from symm_cp.ops.direct import direct, op_of
 from symm_cp.ops.error_reports import OPS_ON_CPU, channel_of, reporting
 from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory
-from symm_cp.runtime import process_group
 from symm_cp.runtime.calls import Collective
 from symm_cp.tensors.dtypes import SUMMABLE, dtype_name, summable
 from symm_cp.tensors.shards import Split
@@ -224,11 +222,6 @@ def into_output(op: str, argument: str, fake: Kernel, call: Kernel) -> dict[str,
         return out.copy_(call(*given))
 
     return {"fake": checked, "functional": functional}
-
-
-def in_test_mode() -> bool:
-    """Returns whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
-    return torch_symm_mem._is_test_mode
 
 
 def check_dim(op: str, name: str, dim: int, ndim: int) -> int:
@@ -454,27 +447,10 @@ def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwarg
     return caller(name, tensor, uneven)(tensor, *args, *uneven, **kwargs)
 
 
-# Renamed in torch 2.13, where the old names warn.
+# Renamed in torch 2.13, where the old name warns.
 _gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 
-def unfused_all_gather(
-    shard: torch.Tensor, dim: int, group_name: str, split: Split | None = None
-) -> torch.Tensor:
+def unfused_all_gather(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """The definition: torch's functional all-gather, waited for."""
-    if split is None or split.is_equal:
-        return funcol.wait_tensor(_gather(shard.contiguous(), dim, group_name))
-    front = process_group.all_gather(shard.movedim(dim, 0), split.along(0), group_name)
-    return funcol.wait_tensor(front).movedim(0, dim).contiguous()
-
-
-def unfused_reduce_scatter(
-    whole: torch.Tensor, reduce_op: str, dim: int, group_name: str, split: Split | None = None
-) -> torch.Tensor:
-    """The definition: torch's functional reduce-scatter, waited for."""
-    if split is None or split.is_equal:
-        return funcol.wait_tensor(_scatter(whole.contiguous(), reduce_op, dim, group_name))
-    front = whole.movedim(dim, 0)
-    part = process_group.reduce_scatter(front, reduce_op, split.along(0), group_name)
-    return funcol.wait_tensor(part).movedim(0, dim).contiguous()
+    return funcol.wait_tensor(_gather(shard.contiguous(), dim, group_name))

@@ -8,7 +8,7 @@ import torch
 
 from symm_cp.ops import autocast
 from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Gradient, Kernel, NoGradient, Op
-from symm_cp.ops.recipe import EXAMPLE, group_at, kernel_of, over_torch, parsed, waited_for
+from symm_cp.ops.recipe import EXAMPLE, group_at, kernel_of, parsed, shapes_of, waited_for
 from symm_cp.ops.registration import register_one
 
 
@@ -25,7 +25,7 @@ def op(
     new tensors. Same result as `unfused`, which takes all arguments and is written with torch's
     functional collectives: results' shapes, strides and dtypes come from it, and it runs in torch's
     test mode and in groups whose ranks share no memory. By default it is the function itself, with
-    a call that makes torch's collectives. Autocast casts floating arguments as for a matmul;
+    a call that uses the process group there. Autocast casts floating arguments as for a matmul;
     `torch.func.vmap` makes one call per element.
 
     `gradient` is another such op of the namespace. Its arguments are found by name: `grad` or
@@ -49,13 +49,14 @@ def op(
 
     def register(run: Kernel) -> torch._ops.OpOverload:
         at = group_at(made)
-        reference = waited_for(unfused or over_torch(made.name, run, at), at)
+        reference = None if unfused is None else waited_for(unfused, at)
+        shapes = reference or shapes_of(made.name, run, at)
         declaration = Op(
             name=name,
             namespace=namespace,
             schema=str(made).removeprefix(made.name),
-            kernel=kernel_of(made.name, run, reference, at),
-            fake=reference,
+            kernel=kernel_of(made.name, run, shapes, at, unfused=reference),
+            fake=shapes,
             gradient=backward,
             autocast=autocast.cast,
             vmap=ONE_BY_ONE,

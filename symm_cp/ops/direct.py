@@ -11,7 +11,6 @@ import torch
 from symm_cp import native
 
 _calls: dict[str, Callable[..., Any]] = {}
-_DECODING = ("linear", "embedding", "agree")  # as numbered in csrc/ops/decoding_glue.cpp
 
 
 @cache
@@ -35,13 +34,13 @@ def direct(name: str) -> Callable[..., Any]:
 
 
 @cache
-def decoding_call(name: str) -> Callable[..., Any]:
-    """Returns a function of csrc/ops/decoding_glue.cpp, which returns None for unusual arguments.
+def decoding_linear() -> Callable[..., Any]:
+    """Returns the function of csrc/ops/decoding_glue.cpp, which returns None for unusual arguments.
 
     `torch.compile` does not trace it.
     """
     glue = _glue()
-    return glue.symm_cp_decoding(_DECODING.index(name)) if glue else lambda *_: None
+    return glue.symm_cp_decoding_linear() if glue else lambda *_: None
 
 
 def op_of(name: str) -> torch._ops.OpOverload:

@@ -25,7 +25,7 @@ from symm_cp.cuda.cached import cached, capturing
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
-from symm_cp.ops.direct import decoding_call, direct
+from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 from symm_cp.runtime.calls import GatherCall
@@ -36,6 +36,7 @@ OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
 
 # Words of a record for exact comparison, which further items share.
 _SLOTS, _SLOTS_OF_WEIGHTS = 16, 1024
+_FEW_BYTES, _28_BITS = 4096, 2**28 - 1  # of ids that are compared by a hash
 _FLOATS, _VALUES = 4, 8  # floating-point tensors of a record, and values of each
 # Relative to the largest value. Other data differ by about 1, results in bfloat16 by about 0.01.
 TOLERANCE = 0.1
@@ -248,7 +249,7 @@ def _compare_input(
 
 
 def _agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
-    """Whether a few ids on CPU are surely equal on all ranks, by one native all-reduce of a hash.
+    """Whether a few ids on CPU are surely equal on all ranks, by one all-reduce of a hash.
 
     If hashes differ, their sum is not `world_size` times any of them (except with probability
     2 ** -56), so all ranks get the same answer.
@@ -260,10 +261,24 @@ def _agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
         return False
     if apart_of(state, input.device) is not None:  # it is an op on peers' memory
         return False
-    agreed = decoding_call("agree")(input, repr(further), group, state.world_size)
-    if agreed is None:  # peers may sum hashes natively: join them, so that all compare everything
-        direct("_one_shot_all_reduce")(torch.zeros(2, dtype=torch.int64), "sum", group)
-    return bool(agreed)
+    numbers = _numbers_of(input, further)
+    # A rank without numbers joins, so that all ranks compare everything.
+    own = torch.tensor(numbers or [0, 0], dtype=torch.int64, device="cpu")
+    sums = direct("_one_shot_all_reduce")(own, "sum", group).tolist()
+    return numbers is not None and sums == [number * state.world_size for number in numbers]
+
+
+def _numbers_of(input: torch.Tensor, further: Sequence[Item]) -> list[int] | None:
+    """Returns a hash of few ids and of further items, in two numbers; None for other inputs.
+
+    They have 28 bits each: sums over the ranks do not overflow.
+    """
+    counts = not input.is_floating_point() and not input.is_complex()
+    if type(input) is not torch.Tensor or not counts or input.nbytes > _FEW_BYTES:
+        return None
+    text = f"{input.dtype} {list(input.shape)} {list(further)}".encode()
+    digest = hashlib.blake2b(text + input.numpy().tobytes(), digest_size=7).digest()
+    return [int.from_bytes(digest[:4], "big") >> 4, int.from_bytes(digest[3:], "big") & _28_BITS]
 
 
 def _same_kernel(

@@ -12,8 +12,8 @@ fake kernel and run follow from it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ Kernel: TypeAlias = Callable[..., Any]
 #: Takes the arguments of an op and the device; returns the arguments to use under autocast.
 Prepare: TypeAlias = Callable[[tuple[Any, ...], str], tuple[Any, ...]]
 
+_NOT_FREE, _FREE_NUMBER = -1, 100  # as in csrc/plan/key.h
 #: The schema of an op that torch defines.
 TORCHS = "torch's"
 
@@ -157,6 +158,11 @@ class Op:
     #: A small call, with equal shapes on all ranks unless the op takes unequal ones.
     example: Callable[[Caller], Arguments] | None = None
 
+    #: Optional: arguments that differ from call to call, for which plans on CPU pass on the
+    #: caller's: tensors, with the dimension whose size varies, and numbers, with None. A kernel may
+    #: pass them to ops that write to given memory. It may not depend on strides or values, nor on
+    #: varying sizes, except whether they are equal, 0 or 1.
+    free: Mapping[str, int | None] = field(default_factory=dict, hash=False)
     #: Optional: the pure function from which results and run follow.
     prepare: Kernel | None = None
     #: Optional: waits for the results of an op that returns before they are complete.
@@ -217,6 +223,13 @@ class Op:
     def full_name(self) -> str:
         """Returns the name with the namespace, as torch spells it."""
         return f"{self.namespace}::{self.name}"
+
+    @property
+    def free_places(self) -> list[int]:
+        """Returns what native code takes for `free` (csrc/plan/key.h)."""
+        kinds = {name: _FREE_NUMBER if dim is None else dim for name, dim in self.free.items()}
+        names = [argument.name for argument in self.overload._schema.arguments]
+        return [kinds.get(name, _NOT_FREE) for name in names] if kinds else []
 
     @property
     def name_in_errors(self) -> str:

@@ -13,8 +13,8 @@ from symm_cp import runtime
 from symm_cp.cuda import plans
 from symm_cp.group.memory import reported
 from symm_cp.ops import autocast
-from symm_cp.ops.call import Call, UnfusedCall
-from symm_cp.ops.common import group_of, in_test_mode, world_size_of
+from symm_cp.ops.call import Call, ShapesCall
+from symm_cp.ops.common import group_of, world_size_of
 from symm_cp.ops.op import ONE_BY_ONE, Kernel, Op, declare
 
 EXAMPLE = "'mine::gather_matmul(Tensor x, Tensor w, str group_name) -> Tensor'"
@@ -27,7 +27,7 @@ def own_op(
     """Declares the decorated function as an op of `torch.ops.symm_mem`, which has no namespace.
 
     `check` takes the number of ranks, then what the function takes, and raises for wrong arguments
-    before peers wait. `fake` is as `unfused` of `op`; the function itself is the unfused form.
+    before peers wait. `fake` takes all arguments; by default it is the function itself.
     `parts` are the other parts of an `Op`. Tests compare results with fake ones, not each call with
     new sizes, as for users: decoding has them at each token.
     """
@@ -35,17 +35,17 @@ def own_op(
     at = group_at(made)
 
     def register(run: Kernel) -> Kernel:
-        unfused = waited_for(over_torch(made.name, run, at), at)
+        shapes = shapes_of(made.name, run, at)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             check(world_size_of(args[at]), *args[:at], *args[at + 1 :], **kwargs)
-            return (fake or unfused)(*args, **kwargs)
+            return (fake or shapes)(*args, **kwargs)
 
         declare(
             Op(
                 name=made.name,
                 schema=str(made).removeprefix(made.name),
-                kernel=kernel_of(made.name, run, unfused, at, check),
+                kernel=kernel_of(made.name, run, shapes, at, check=check),
                 fake=checked,
                 **{"autocast": autocast.cast, "vmap": ONE_BY_ONE, **parts},
             )
@@ -60,13 +60,13 @@ def group_at(schema: torch.FunctionSchema) -> int:
     return [argument.name for argument in schema.arguments].index("group_name")
 
 
-def over_torch(op: str, run: Kernel, at: int) -> Kernel:
-    """Returns the function of a `Call`, with torch's functional collectives."""
+def shapes_of(op: str, run: Kernel, at: int) -> Kernel:
+    """Returns the function of a `Call` for tensors without values, which exchanges nothing."""
 
-    def unfused(*args: Any, **kwargs: Any) -> Any:
-        return run(UnfusedCall(op, args[at]), *args[:at], *args[at + 1 :], **kwargs)
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        return run(ShapesCall(op, args[at]), *args[:at], *args[at + 1 :], **kwargs)
 
-    return unfused
+    return shapes
 
 
 def waited_for(unfused: Kernel, at: int) -> Kernel:
@@ -82,11 +82,18 @@ def waited_for(unfused: Kernel, at: int) -> Kernel:
 
 
 def kernel_of(
-    op: str, run: Kernel, unfused: Kernel, at: int, check: Kernel | None = None
+    op: str,
+    run: Kernel,
+    shapes: Kernel,
+    at: int,
+    *,
+    check: Kernel | None = None,
+    unfused: Kernel | None = None,
 ) -> Kernel:
     """Returns the kernel of an op in Python; plans make most calls without it.
 
-    Without `check` the first call of a kind compares its results with those of the unfused form.
+    Without `check` the first call of a kind compares its results with those of `shapes`. `unfused`,
+    if given, runs where ranks work apart.
     """
     kinds: set[Hashable] = set()
 
@@ -99,7 +106,8 @@ def kernel_of(
             raise ValueError(f"{op}: got no tensor, needs at least one")
         if check is not None:
             check(group.world_size, *given, **kwargs)
-        if in_test_mode() or runtime.of(tensors[0].device, group) is runtime.FOR_RANKS_APART:
+        apart = runtime.of(tensors[0].device, group) is runtime.FOR_RANKS_APART
+        if unfused is not None and apart:
             return unfused(*args, **kwargs)
         call = Call(op, group)
         if check is not None or plans.current() is not None:
@@ -108,8 +116,8 @@ def kernel_of(
         if kind in kinds:
             return run(call, *given, **kwargs)
         # First, since it raises torch's errors for wrong arguments before peers wait for them.
-        shapes, named = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
-        expected = unfused(*shapes, **named)
+        on_meta, named = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        expected = shapes(*on_meta, **named)
         result = run(call, *given, **kwargs)
         try:
             _check_results(op, tensors, tree_leaves(result), tree_leaves(expected))

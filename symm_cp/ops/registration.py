@@ -99,7 +99,7 @@ def register_plans() -> None:
 def _run_by_plans(op: Op) -> None:
     if _is_planned(op):
         for key in [*_keys_of_ours(op), *([] if op.native else ["CPU"])]:
-            plans.serve(op.full_name, key)
+            plans.serve(op.full_name, key, free=op.free_places)
     name, key, done = op.full_name.encode(), "AutogradCPU" if _only_on_cpu(op) else "Autograd", 1
     if isinstance(op.gradient, BackwardOp):
         backward = f"{op.namespace}::{op.gradient.name}"

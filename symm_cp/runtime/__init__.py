@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from symm_cp.group.hosts import apart_of
+from symm_cp.group.hosts import apart_of, in_test_mode
 from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.calls import PatternCall
@@ -33,7 +33,7 @@ Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
 _served: list[tuple[Container[str], Choose]] = []
 
 _cpu = CpuRuntime()
-#: For groups whose ranks work apart, whatever device their tensors are on.
+#: For groups whose ranks work apart and in torch's test mode, whatever device their tensors are on.
 FOR_RANKS_APART = UnfusedRuntime()
 
 
@@ -49,6 +49,8 @@ def run(call: PatternCall) -> None:
 
 def of(device: torch.device, group: Group) -> Runtime:
     """Returns the runtime for tensors on a device and the ranks of a group."""
+    if in_test_mode():
+        return FOR_RANKS_APART
     for types, choose in _served:
         if device.type in types:
             return choose(device, group)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -27,29 +25,19 @@ from symm_cp.runtime.calls import (
 from symm_cp.tensors.shards import Split
 
 
-class Runtime(ABC):
+class Runtime:
     """Runs calls on one kind of device. What a kind of call means is said at its class."""
 
     def run(self, call: PatternCall) -> None:
         """Runs a call. Raises `NotImplementedError` if this kind of device has no such calls."""
-        _METHODS[type(call)](self, call)
+        method = getattr(self, _METHODS[type(call)], None)
+        if method is None:
+            raise NotImplementedError(
+                f"{call.name.decode()}: {type(call).__name__} is not supported on {call.device}"
+            )
+        method(call)
 
-    @abstractmethod
-    def _gather(self, call: GatherCall) -> None: ...
-
-    @abstractmethod
-    def _scatter(self, call: ScatterCall) -> None: ...
-
-    @abstractmethod
-    def _all_reduce(self, call: AllReduceCall) -> None: ...
-
-    @abstractmethod
-    def _exchange(self, call: ExchangeCall) -> None: ...
-
-    @abstractmethod
-    def _gather_and_scatter(self, call: GatherAndScatterCall) -> None: ...
-
-    # These follow from the others, and a runtime overrides them to be faster:
+    # A runtime may override these to be faster.
 
     def _gather_into(self, call: GatherIntoCall) -> None:
         def consume(parts: list[torch.Tensor], rank: int) -> None:
@@ -57,48 +45,28 @@ class Runtime(ABC):
                 call.split.of(rank, output).copy_(part)
 
         shapes = call.split.shard_shapes(*call.shard)
-        self._gather(GatherCall(call.group, call.shard, consume, call.name, shapes=shapes))
+        self.run(GatherCall(call.group, call.shard, consume, call.name, shapes=shapes))
 
     def _exchange_boxes(self, call: BoxesCall) -> None:
-        self._exchange(call.by_messages())
-
-    # Only streams have these:
-
-    def _poll(self, call: PollCall) -> None:
-        raise _unknown(call)
-
-    def _count(self, call: CountCall) -> None:
-        raise _unknown(call)
-
-    def _gather_together(self, call: TogetherCall) -> None:
-        raise _unknown(call)
-
-    def _gather_and_scatter_together(self, call: TogetherAndScatterCall) -> None:
-        raise _unknown(call)
+        self.run(call.by_messages())
 
 
-_METHODS: dict[type[Any], Callable[[Runtime, Any], None]] = {
-    GatherCall: lambda runtime, call: runtime._gather(call),
-    GatherIntoCall: lambda runtime, call: runtime._gather_into(call),
-    PollCall: lambda runtime, call: runtime._poll(call),
-    TogetherCall: lambda runtime, call: runtime._gather_together(call),
-    ScatterCall: lambda runtime, call: runtime._scatter(call),
-    CountCall: lambda runtime, call: runtime._count(call),
-    AllReduceCall: lambda runtime, call: runtime._all_reduce(call),
-    ExchangeCall: lambda runtime, call: runtime._exchange(call),
-    BoxesCall: lambda runtime, call: runtime._exchange_boxes(call),
-    GatherAndScatterCall: lambda runtime, call: runtime._gather_and_scatter(call),
-    TogetherAndScatterCall: lambda runtime, call: runtime._gather_and_scatter_together(call),
+_METHODS: dict[type[object], str] = {
+    GatherCall: "_gather",
+    GatherIntoCall: "_gather_into",
+    PollCall: "_poll",
+    TogetherCall: "_gather_together",
+    ScatterCall: "_scatter",
+    CountCall: "_count",
+    AllReduceCall: "_all_reduce",
+    ExchangeCall: "_exchange",
+    BoxesCall: "_exchange_boxes",
+    GatherAndScatterCall: "_gather_and_scatter",
+    TogetherAndScatterCall: "_gather_and_scatter_together",
 }
 
 
-def _unknown(call: PatternCall) -> NotImplementedError:
-    return NotImplementedError(
-        f"{call.name.decode()}: {type(call).__name__} is not supported on {call.device}"
-    )
-
-
-class BackgroundRuntime(Runtime):
+class BackgroundRuntime(Runtime, ABC):
     """Runs collectives in the background that are not native (csrc/ops/low_contention.cpp)."""
 
     @abstractmethod

@@ -46,7 +46,7 @@ class CpuRuntime(Runtime):
 
     def _gather(self, call: GatherCall) -> None:
         if call.group.world_size * call.shards.nbytes <= GATHERED_BYTES:
-            _consume(call, _at_once(call.group, call.shards, call.name))
+            consume_at_once(call)
             return
         with call.group.own_lock():  # no other call of this rank comes in between
             places = _places(call.group, call.shards, call.name)
@@ -116,6 +116,11 @@ class CpuRuntime(Runtime):
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
         with call.group.own_lock():
             (_add_in_turn if call.ring else _add_at_once)(call)
+
+
+def consume_at_once(call: GatherCall) -> None:
+    """Gathers by one exchange, then calls `consume` for each rank."""
+    _consume(call, _at_once(call.group, call.shards, call.name))
 
 
 def _consume(call: GatherCall, shards: Iterable[_Arrived]) -> None:

@@ -1,5 +1,7 @@
 """Exchanges of whole tensors on CPU, each of them one native call: `symm_cp::exchange`.
 
+Groups whose ranks work apart exchange by collectives of the process group instead.
+
 On CPU nothing copies while a rank multiplies, so work shard by shard is never faster than one
 exchange and one kernel (measured: 1.0 to 1.3 times the time). So ops exchange tensors of up to
 `WHOLE_BYTES` at once; larger ones go through calls of patterns, which need no memory for the
@@ -19,10 +21,11 @@ from typing import TypeVar
 
 import torch
 
+from symm_cp.group.hosts import apart_of, has_epochs, in_test_mode
 from symm_cp.group.memory import Group, reported
 from symm_cp.modes import ordinary_tensors
 from symm_cp.native import wire
-from symm_cp.runtime import recorder
+from symm_cp.runtime import process_group, recorder
 from symm_cp.runtime.calls import PackedBoxes, PlacedBox
 from symm_cp.tensors.alignment import aligned, part_offsets, scratch
 from symm_cp.tensors.results import contiguous, copied, new_result
@@ -248,6 +251,9 @@ def _exchange(
     name: bytes,
     reduce_op: str = "",
 ) -> None:
+    if in_test_mode() or apart_of(group, taken.device) is not None:
+        parts = (given_parts, taken_parts)
+        return process_group.exchange(group, given, taken, kind, *parts, name, reduce_op)
     try:
         torch.ops.symm_cp.exchange.default(
             given, taken, int(kind), given_parts, taken_parts, reduce_op, name.decode(), group.name
@@ -272,7 +278,7 @@ def traced(
     """
     before = before or kernel == "produce"
     try:
-        if recorder.active is None:
+        if recorder.active is None or not has_epochs(group):
             return run()
         epoch = group.workspace("sync").epoch + before
         of, results = group.rank if index is None else index, list[T]()

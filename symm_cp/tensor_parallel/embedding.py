@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from symm_cp.ops.direct import decoding_call
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
@@ -33,15 +32,9 @@ class VocabParallelEmbedding(nn.Embedding):
     group: str
     sequence_dim: int | None
     local_output: bool
-    calls_op: bool  # its op can take the weight and the input as they are
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N) or (B, S / W, N) for tokens (B, S); `IndexError` for unknown tokens."""
-        if self.calls_op and not torch.compiler.is_dynamo_compiling():
-            begin, length = self.features.computed.start(self.features.rank), self.features.length
-            found = decoding_call("embedding")(self._parameters, input, begin, length, self.group)
-            if found is not None:
-                return found
         look_up = _look_up_reporting_to_peers if input.device.type == "cpu" else _look_up
         found, placement = look_up(input, self, self.group)
         if isinstance(placement, Shard):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 import symm_cp
+from symm_cp import native
 from symm_cp.group import memory
+from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import leaves
+from tests.ops.calls import caller, completed, leaves
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -267,29 +271,35 @@ def test_refusals(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, refuses)
 
 
-def in_test_mode(group: dist.ProcessGroup) -> None:
-    name, W = group.group_name, group.size()
-    x = torch.randn(4 * W, 3)
-    uneven = [4 * W, *(0 for _ in range(W - 1))]
-    calls: list[Callable[[], torch.Tensor]] = [
-        lambda: OPS._low_contention_all_gather(x, name),
-        lambda: OPS._low_contention_reduce_scatter(x, "sum", name),
-        lambda: OPS._low_contention_reduce_scatter_split(x, "sum", name, uneven, group.rank()),
-    ]
-    fused = [wait(call()) for call in calls]
-    workspace = memory.resolve(group).workspace("async")
-    before = workspace.epoch
-    with symm_mem._test_mode():
-        unfused = [wait(call()) for call in calls]
-    assert workspace.epoch == before
-    torch.testing.assert_close(fused, unfused)
-    wait(calls[0]())
-    assert workspace.epoch == before + 1
+def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:
+    """torch's test mode runs ops over the process group, with the same results."""
+    channels = [memory.resolve(group).workspace(channel) for channel in ("sync", "async")]
+    for op in declared():
+        # Native kernels of experts and of ops on peers' memory know no test mode.
+        native_only = op.native and op.complete is None
+        if op.cpu_only or op.one_sided or native_only or op.name == "_same_on_all_ranks":
+            continue
+
+        def call(op: Op = op) -> list[torch.Tensor]:
+            torch.manual_seed(seed)
+            args, kwargs = op.example(caller(group))  # type: ignore[misc]
+            result = completed(op, op.overload(*args, **kwargs))
+            return [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+
+        fused = call()
+        native.drop_plans()  # a plan would run
+        before = [channel.epoch for channel in channels]
+        with symm_mem._test_mode():
+            unfused = call()
+        assert [channel.epoch for channel in channels] == before, op.name
+        for one, other in zip(fused, unfused, strict=True):
+            coarse = {"rtol": 2.0**-6, "atol": 0.1} if one.dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(one, other, msg=lambda text, op=op: op.name + text, **coarse)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
 def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_test_mode)
+    ranks.run(world_size, in_test_mode, random.randrange(1 << 30))
 
 
 def in_test_mode_without_peers(group: dist.ProcessGroup) -> None:

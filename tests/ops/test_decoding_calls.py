@@ -1,8 +1,7 @@
-"""Native calls of decoding (csrc/ops/decoding_glue.cpp): the same as in Python, or left to it."""
+"""Linears (csrc/ops/decoding_glue.cpp) and comparisons of inputs for each token that is decoded."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.group.memory import group_name
 from symm_cp.ops import equal_inputs
-from symm_cp.ops.direct import decoding_call
+from symm_cp.ops.direct import decoding_linear
 from symm_cp.tensor_parallel import replicated
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
@@ -36,7 +35,7 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linears(dtype: torch.dtype, bias: bool) -> None:
-    linear, module = decoding_call("linear"), nn.Linear(24, 10, bias=bias, dtype=dtype)
+    linear, module = decoding_linear(), nn.Linear(24, 10, bias=bias, dtype=dtype)
     with torch.no_grad():
         sequences = torch.randn(2, 3, 24, dtype=dtype)
         for x in (sequences[0], sequences, sequences[:, -1:], sequences[:1, -1:]):
@@ -52,7 +51,7 @@ def test_the_last_token_is_multiplied_without_a_copy_of_the_weight(sequences: in
     weight = torch.randn(10, 24)
     last = torch.randn(sequences, 3, 24)[:, -1:]
     with torch.no_grad(), profile() as profiled:
-        native = decoding_call("linear")({"weight": weight, "bias": None}, last, 24, None)
+        native = decoding_linear()({"weight": weight, "bias": None}, last, 24, None)
         eager = replicated.linear(last, weight, None)
     torch.testing.assert_close(native, F.linear(last, weight))
     assert torch.equal(native, eager)
@@ -62,7 +61,7 @@ def test_the_last_token_is_multiplied_without_a_copy_of_the_weight(sequences: in
 
 
 def test_linears_that_are_left_to_python() -> None:
-    linear, parameters = decoding_call("linear"), nn.Linear(24, 10)._parameters
+    linear, parameters = decoding_linear(), nn.Linear(24, 10)._parameters
     x = torch.randn(4, 24)
     assert linear(parameters, x, 24, None) is None  # with gradients
     with torch.no_grad():
@@ -77,7 +76,7 @@ def test_linears_that_are_left_to_python() -> None:
 
 
 def sums_linears(group: dist.ProcessGroup) -> None:
-    linear, name = decoding_call("linear"), group_name(group)
+    linear, name = decoding_linear(), group_name(group)
     torch.manual_seed(0)
     W, rank = group.size(), group.rank()
     x, weight, bias = torch.randn(2, 3, 4 * W), torch.randn(5, 4 * W), torch.randn(5)
@@ -87,52 +86,39 @@ def sums_linears(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(got, F.linear(x, weight, bias))
 
 
-def looks_up(group: dist.ProcessGroup) -> None:
-    embedding, name = decoding_call("embedding"), group_name(group)
-    torch.manual_seed(0)
-    W, rank = group.size(), group.rank()
-    weight = torch.randn(3 * W, 5)
-    own, begin = {"weight": weight.chunk(W)[rank]}, 3 * rank
-    with torch.no_grad():
-        for tokens in (torch.randint(3 * W, (2, 1)), torch.arange(3 * W)[None]):
-            got = embedding(own, tokens, begin, 3 * W, name)
-            assert torch.equal(got, F.embedding(tokens, weight))
-        unknown = [torch.tensor([[-1]]), torch.tensor([[3 * W]])]
-        many, short = torch.zeros(1, 65, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
-        for tokens in (*unknown, many, short, torch.arange(6)[::2]):
-            assert embedding(own, tokens, begin, 3 * W, name) is None
-
-
 def agrees(group: dist.ProcessGroup) -> None:
-    agree, name = decoding_call("agree"), group_name(group)
-    W, odd = group.size(), group.rank() == group.size() - 1
+    name, W, odd = group_name(group), group.size(), group.rank() == group.size() - 1
+
+    def agree(input: torch.Tensor, *further: Any) -> bool:
+        return equal_inputs._agree(name, input, further)
+
     ids = torch.arange(6).view(2, 3)
-    for same in (ids, ids[:, :1].contiguous(), ids.bool(), ids[:0]):
-        assert agree(same, "", name, W) is True
+    for same in (ids, ids[:, :1], ids.t(), ids.bool(), ids[:0], ids[0, 0]):
+        assert agree(same)
     changed = ids.clone()
     changed[1, 1] += 1
-    for other in (changed, ids.view(3, 2), ids.int(), ids[:1], ids.view(-1)):
-        assert agree(other if odd else ids, "", name, W) is (W == 1)
-    assert agree(ids, "LoRA" if odd else "", name, W) is (W == 1)
+    for other in (changed, ids.view(3, 2), ids.int(), ids[:1], ids.view(-1), ids.float()):
+        assert agree(other if odd else ids) is (W == 1)
+    assert agree(ids, *(["LoRA"] if odd else [])) is (W == 1)
     with torch.inference_mode():
-        assert agree(ids + 0, "", name, W) is True
-    for unknown in (ids.float(), ids.t(), torch.zeros(1025, dtype=torch.int32)):
-        assert agree(unknown, "", name, W) is None
+        assert agree(ids + 0)
+    for unknown in (ids.float(), torch.zeros(1025, dtype=torch.int32), ids.as_subclass(Subclass)):
+        assert agree(unknown) is (W == 1)
 
 
 def agree_whoever_counts(group: dist.ProcessGroup) -> None:
     """If one rank falls back to Python, all ranks compare all their values."""
     odd, ids, name = group.rank() == group.size() - 1, torch.arange(4)[None], group_name(group)
     compared = mock.Mock(wraps=equal_inputs.compare)
-    mode: AbstractContextManager[Any] = Mode() if odd else nullcontext()
-    with mock.patch.object(equal_inputs, "compare", compared), mode:
-        equal_inputs.same_on_all_ranks(ids, "op", "ids", "remedy", name)
+    given = ids.as_subclass(Subclass) if odd else ids
+    with mock.patch.object(equal_inputs, "compare", compared):
+        equal_inputs.same_on_all_ranks(given, "op", "ids", "remedy", name)
         with pytest.raises(RuntimeError, match="differ between"):
-            equal_inputs.same_on_all_ranks(ids + odd, "op", "ids", "remedy", name)
+            equal_inputs.same_on_all_ranks(given + odd, "op", "ids", "remedy", name)
     assert compared.call_count == 2
 
 
-CHECKS = [sums_linears, looks_up, agrees]
+CHECKS = [sums_linears, agrees]
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp import tuning
@@ -243,28 +242,3 @@ def one_fails(group: dist.ProcessGroup, victim: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_kernel_that_fails_on_one_rank(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, one_fails, world_size - 1)
-
-
-def in_test_mode(group: dist.ProcessGroup) -> None:
-    W = group.size()
-    a, w = torch.randn(4 * W, 2, 6), torch.randn(6, 4 * W)
-    tall = torch.randn(6 * W, 3)
-
-    def calls(dim: int) -> list[object]:
-        gathered = symm_cp.all_gather_matmul(
-            a, tall if dim == 2 else w, gather_dim=dim, group=group, return_gathered=True
-        )
-        if a.shape[dim] % W != 0 and dim != 2:
-            return [gathered]
-        return [gathered, symm_cp.matmul_reduce_scatter(a, w, scatter_dim=dim, group=group)]
-
-    for dim in range(3):
-        fused = calls(dim)
-        with torch_symm_mem._test_mode():
-            unfused = calls(dim)
-        torch.testing.assert_close(fused, unfused)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_test_mode)

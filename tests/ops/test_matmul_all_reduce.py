@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp import tuning
@@ -198,26 +197,6 @@ def gradients(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
 def test_gradients(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gradients)
-
-
-def definition(group: dist.ProcessGroup) -> None:
-    """torch's test mode runs the unfused program, with the op's results and gradients."""
-    name = group.group_name
-    A, B, bias = torch.randn(5, 3), torch.randn(3, 4), torch.randn(4)
-    dist.broadcast(bias, group_src=0, group=group)
-    fused = OPS.fused_matmul_all_reduce(A, B, bias, "sum", name)
-    one, A8, B8 = torch.ones(()), A.repeat(1, 16).to(FLOAT8), torch.randn(16, 48).to(FLOAT8).t()
-    scaled_args = A8, B8, one, one, "sum", name, None, None, torch.bfloat16
-    scaled_fused = OPS.fused_scaled_matmul_all_reduce(*scaled_args)
-    with torch_symm_mem._test_mode():
-        torch.testing.assert_close(OPS.fused_matmul_all_reduce(A, B, bias, "sum", name), fused)
-        unfused = OPS.fused_scaled_matmul_all_reduce(*scaled_args)
-    torch.testing.assert_close(unfused, scaled_fused, rtol=2.0**-6, atol=0.1)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_test_mode(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, definition)
 
 
 def compiled(group: dist.ProcessGroup, backend: str) -> None:

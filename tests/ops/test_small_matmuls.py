@@ -63,7 +63,7 @@ def python_calls(run: Callable[[], object]) -> list[str]:
 def same_as_dense(
     group: dist.ProcessGroup, dtype: torch.dtype, dim: int, uneven: bool, seed: int
 ) -> None:
-    """Each op and its gradients, natively and by the pipeline in Python."""
+    """Each op at once, by shards and whole."""
     torch.manual_seed(seed)
     sizes = lengths(group, uneven)
     own, total, last = sizes[group.rank()], sum(sizes), dim == 2
@@ -136,8 +136,8 @@ def gradients(group: dist.ProcessGroup, dim: int, seed: int) -> None:
             out = symm_cp.matmul_reduce_scatter(hidden.sin(), down, scatter_dim=dim, group=group)
             loss = (out * torch.arange(out.numel()).view_as(out)).sum()
             found[algorithm] = torch.autograd.grad(loss, (shard, weight, down))
-    for native, pipelined in zip(found[None], found["shards"], strict=True):
-        torch.testing.assert_close(native, pipelined, rtol=1e-4, atol=1e-4)
+    for at_once, by_shards in zip(found[None], found["shards"], strict=True):
+        torch.testing.assert_close(at_once, by_shards, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))

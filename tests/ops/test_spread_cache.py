@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp import native
 from symm_cp.testing import Ranks
 from tests import attention_reference, device
 from tests.attention_reference import Problem
@@ -119,27 +120,42 @@ def test_equals_dense_attention(ranks: Ranks, name: str, world_size: int) -> Non
             )  # fmt: skip
 
 
-def decode(group: dist.ProcessGroup, steps: int) -> bool:
-    """Decodes token by token, and compares with one call for all of them."""
+def decode(group: dist.ProcessGroup, steps: int, new: int, options: dict[str, Any]) -> None:
+    """Decodes some tokens at a time, compares with one call, and counts the calls made by plans."""
     torch.manual_seed(0)
     W, rank = group.size(), group.rank()
     q, k, v = torch.randn(2, 4, steps, 8), torch.randn(2, 2, steps, 8), torch.randn(2, 2, steps, 8)
     positions = torch.arange(steps)
     own = positions[positions // 2 % W == rank]
+    scattered = options.get("scatter_heads")
+    heads = slice(rank * 4 // W, (rank + 1) * 4 // W) if scattered else slice(None)
     whole, _ = symm_cp.spread_cache_attention(
         q, k[:, :, own], v[:, :, own], group=group, key_positions=own, first_query=0
     )
-    for step in range(steps):
-        seen = own[own <= step]
+    native.load().symm_cp_plans_run()
+    for step in range(0, steps, new):
+        seen = own[own < step + new]
+        places = {"key_positions": seen, "first_query": step} if new > 1 else {}
+        mask = torch.ones(2, 1, 1, len(seen), dtype=torch.bool) if options.get("mask") else None
         out, _ = symm_cp.spread_cache_attention(
-            q[:, :, step : step + 1], k[:, :, seen], v[:, :, seen], group=group
+            q[:, :, step : step + new],
+            k[:, :, seen],
+            v[:, :, seen],
+            group=group,
+            **places,
+            **(options | {"mask": mask}),
         )
-        torch.testing.assert_close(out, whole[:, :, step : step + 1], atol=1e-5, rtol=1e-5)
-    return True
+        torch.testing.assert_close(out, whole[:, heads, step : step + new], atol=1e-5, rtol=1e-5)
+    planned = native.load().symm_cp_plans_run()
+    # Not those that find no key or one on this rank, nor two of each kind.
+    assert planned >= steps // new - 8 or device.chosen() != "cpu", planned
 
 
-def test_steps_equal_one_call(ranks: Ranks) -> None:
-    assert all(ranks.run(2, decode, 25))
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"scatter_heads": True}, {"mask": True}], ids=str)
+def test_steps_equal_one_call(ranks: Ranks, new: int, options: dict[str, Any]) -> None:
+    """A plan serves all lengths of the cache: the second call with keys records it."""
+    ranks.run(2, decode, 512, new, options)
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

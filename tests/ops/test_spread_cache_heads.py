@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp.cuda.plans import refusals
@@ -17,7 +16,6 @@ from tests import attention_reference, device
 from tests.attention_reference import Problem
 from tests.device import devices
 from tests.exhaustive import exhaustive, pairs, some
-from tests.hosts.apart import spread_out
 from tests.ops.test_small_matmuls import python_calls
 from tests.ops.test_spread_cache import Case, problem_of
 
@@ -156,22 +154,6 @@ def test_equals_dense_attention(
 def test_compiled(ranks: Ranks, name: str) -> None:
     problems = problems_of(CASES[name])
     compare(CASES[name], problems, ranks.run(2, trained, CASES[name], problems, "compiled"))
-
-
-def unfused(group: dist.ProcessGroup, case: Case, problems: list[Problem], where: str) -> Any:
-    if where == "hosts":
-        with spread_out(group, "01"):
-            return trained(group, case, problems, "eager")
-    with torch_symm_mem._test_mode():
-        return trained(group, case, problems, "eager")
-
-
-@devices("cpu")
-@pytest.mark.parametrize("where", ["hosts", "test mode"])
-def test_unfused(ranks: Ranks, where: str) -> None:
-    case = CASES["sinks, scale"]
-    problems = problems_of(case)
-    compare(case, problems, ranks.run(2, unfused, case, problems, where))
 
 
 def without_python(group: dist.ProcessGroup) -> None:

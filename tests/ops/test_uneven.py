@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -402,33 +401,6 @@ def collective_gradients(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_gradients_of_collectives(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, collective_gradients)
-
-
-def in_test_mode(group: dist.ProcessGroup) -> None:
-    """torch's `_test_mode()` selects the unfused definitions."""
-    W, rank = group.size(), group.rank()
-    for dim, split in itertools.product((0, 1), splits(W)[:2]):
-        split = split.along(dim)
-        whole = torch.randn(shape_with((3, 4), dim, split.length))
-        weight = torch.randn(whole.shape[1], 2)
-        a, w = torch.randn(3 if dim else split.length, 4), torch.randn(4, split.length)
-
-        results = []
-        for mode in (contextlib.nullcontext(), torch_symm_mem._test_mode()):
-            with mode:
-                out = symm_cp.all_gather_matmul(
-                    split.of(rank, whole), weight, gather_dim=dim, group=group, sizes=split.sizes
-                )
-                part = symm_cp.matmul_reduce_scatter(
-                    a, w, scatter_dim=dim, group=group, sizes=split.sizes
-                )
-                results.append([out, part])
-        torch.testing.assert_close(*results)
-
-
-@WORLD_SIZES
-def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_test_mode)
 
 
 def fakes(group: dist.ProcessGroup) -> None:

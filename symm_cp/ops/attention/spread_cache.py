@@ -10,7 +10,9 @@ Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V); K differs from
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -27,13 +29,21 @@ from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
 from symm_cp.runtime.calls import GatherIntoCall
-from symm_cp.runtime.exchange import exchanged
+from symm_cp.runtime.exchange import exchanged, traced
 from symm_cp.tensors.dtypes import FLOATING, wide
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
 _OP = "spread_cache_attention"
 SCATTERED = "spread_cache_attention_scattered"  # declared in spread_cache_heads.py
+#: What differs from token to token: see `Op.free`.
+FREE = {"key": 2, "value": 2, "mask": 3, "key_positions": 0, "first_query": None}
+# The most bytes of a rank's results in one exchange. Bounds the memory for all ranks' results, and
+# lets a fast rank begin its next queries while its peers are still behind.
+_CHUNK_BYTES = 2 << 20
+
+#: `key_positions`, `first_query` and `window_left`.
+Places: TypeAlias = tuple[torch.Tensor | None, int | None, int | None]
 
 
 def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
@@ -143,29 +153,42 @@ def _spread_cache_attention(
         shape = (*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
         return query.new_empty(shape), lse
-    if query.device.type != "cpu":
-        count_attention_run()  # on CPU the native kernel counts
-    if key_positions is not None and bool((key_positions.diff() <= 0).any()):
-        raise ValueError(f"{_OP}: key_positions must ascend")
+    count_attention_run()
     scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
-    packed = attend(query, key, value, additive_mask(query, mask, *places), scoring)
-    details = (first_query, window_left, scale, softcap, sinks is not None)
-    name = _name(query, key, value, details)
-    merged = Merged(query, query.shape[1], value.shape[3])
-    ranks = group.world_size
-    parts = new_result(packed, (ranks, *packed.shape))
-    split = Split.equal(1, ranks)
-    runtime.run(GatherIntoCall(group, [packed.unsqueeze(0)], [parts], split, name))
+    details = (window_left, scale, softcap, sinks is not None)
+    name = _name(query, key, value, first_query_text(first_query) + str(details))
+    merged, ranks = Merged(query, query.shape[1], value.shape[3]), group.world_size
+    for begin, rows in _chunks(query, value):
+        work = partial(attend, query, key, value, mask, places, scoring, begin, rows)
+        packed = traced(group, "produce", name, work)
+        parts = packed.unsqueeze(0)
+        if ranks > 1:
+            parts = new_result(packed, (ranks, *packed.shape))
+            split = Split.equal(1, ranks)
+            runtime.run(GatherIntoCall(group, [packed.unsqueeze(0)], [parts], split, name))
+        with exchanged():
+            merged.add(parts, begin)
     with exchanged():
-        merged.add(parts)
-    merged.add_sinks(sinks)
-    return merged.result()
+        merged.add_sinks(sinks)
+        return merged.result()
 
 
-def _name(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, details: tuple[object, ...]
-) -> bytes:
-    text = f"heads={key.shape[1]} features={value.shape[3]} {details}"
+def _chunks(query: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yields the first query and the number of queries of each exchange."""
+    B, H, S, _ = query.shape
+    row = B * H * (value.shape[3] + 1) * wide(query.dtype).itemsize
+    most = max(1, _CHUNK_BYTES // max(1, row)) if query.device.type == "cpu" else max(1, S)
+    for begin in range(0, max(1, S), most):
+        yield begin, min(most, S - begin)
+
+
+def first_query_text(first_query: int | None) -> str:
+    """Returns what the ranks compare of `first_query`; plans put in the number of each call."""
+    return "" if first_query is None else f"{first_query=} "
+
+
+def _name(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, details: str) -> bytes:
+    text = f"{details} heads={key.shape[1]} features={value.shape[3]}"
     return name_of(_OP, query.dtype, query.shape, text)
 
 
@@ -207,64 +230,33 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    places: Places,
     scoring: Scoring,
+    begin: int = 0,
+    rows: int | None = None,
 ) -> torch.Tensor:
-    """Attends to this rank's keys: (B, H, S, V + 1), the log-sum-exp after the features."""
+    """Attends with some queries to this rank's keys, which may be free arguments of the op.
+
+    Returns (B, H, rows, V + 1), the log-sum-exp after the features.
+    """
+    rows = query.shape[2] if rows is None else rows
     dtype, features = wide(query.dtype), value.shape[3]
-    packed = new_result(query, (*query.shape[:3], features + 1), dtype)
-    if query.numel() == 0 or key.shape[2] == 0:
-        packed.zero_()[..., features].fill_(-torch.inf)
+    packed = new_result(query, (*query.shape[:2], rows, features + 1), dtype)
+    out, lse = packed[..., :features], packed[..., features]
+    if query.device.type == "cpu":
+        torch.ops.symm_cp.attend_to_part(
+            query, key, value, mask, *places, scoring.scale, scoring.softcap, begin, out, lse
+        )
         return packed
-    query, key, value = (dense_features(tensor) for tensor in (query, key, value))
-    if _few_rows(query, key, value, mask, scoring):
-        out, lse = _attend_few_rows(query, key, value, mask, scoring.scale)
-    else:
-        out = torch.zeros_like(packed[..., :features], memory_format=torch.contiguous_format)
-        lse = torch.full_like(packed[..., 0], -torch.inf, memory_format=torch.contiguous_format)
-        native_tiles.attend(query, key, value, scoring, TileMask(mask=mask), out, lse)
-    packed[..., :features].copy_(out)
-    packed[..., features].copy_(lse)
+    if places[0] is not None and bool((places[0].diff() <= 0).any()):
+        raise ValueError(f"{_OP}: key_positions must ascend")
+    out.zero_()
+    lse.fill_(-torch.inf)
+    if query.numel() > 0 and key.shape[2] > 0:
+        tile_mask = TileMask(mask=additive_mask(query, mask, *places))
+        query, key, value = (dense_features(tensor) for tensor in (query, key, value))
+        native_tiles.attend(query, key, value, scoring, tile_mask, out, lse)
     return packed
-
-
-# As in csrc/ops/spread_cache.cpp, which says why.
-_TORCHS_ROWS = 64
-_TORCHS_KEYS = 16
-
-
-def _few_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring: Scoring,
-) -> bool:
-    """Whether torch's kernel is faster, with the heads that share keys as rows of one head."""
-    rows = query.shape[2] * (query.shape[1] // key.shape[1])
-    one_mask = mask is None or mask.dim() == 2 or mask.shape[1] == 1
-    one_mask &= mask is None or query.shape[2] == 1 or mask.shape[-2] == 1
-    fits = scoring.softcap is None and key.shape[3] == value.shape[3] and one_mask
-    on_cpu = query.device.type == "cpu"
-    return on_cpu and fits and rows <= _TORCHS_ROWS and key.shape[2] >= _TORCHS_KEYS
-
-
-def _attend_few_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    B, H, S, E = query.shape
-    folded = query.reshape(B, key.shape[1], H // key.shape[1] * S, E)
-    if mask is not None:
-        mask = mask.to(wide(query.dtype))
-        mask = mask.expand(*(1,) * (4 - mask.dim()), *mask.shape[:-1], key.shape[2])
-    out, lse = kernels.forward(folded, key, value, mask, causal=False, scale=scale)
-    if mask is not None:  # the kernel returns no log-sum-exp for rows that see no key
-        hidden = mask.eq(-torch.inf).all(-1)
-        out, lse = out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -torch.inf)
-    return out.reshape(B, H, S, E), lse.reshape(B, H, S)
 
 
 class Merged:
@@ -274,12 +266,13 @@ class Merged:
         dtype, (B, _, S, _) = wide(query.dtype), query.shape
         self._dtype = query.dtype
         self.out = new_result(query, (B, heads, S, features), dtype).zero_()
-        self.lse = query.new_full((B, heads, S), -torch.inf, dtype=dtype)
+        self.lse = new_result(query, (B, heads, S), dtype).fill_(-torch.inf)
 
-    def add(self, parts: Sequence[torch.Tensor]) -> None:
-        """Adds results of `attend`."""
+    def add(self, parts: torch.Tensor, begin: int = 0) -> None:
+        """Adds results of `attend`, one for each rank, for the queries from `begin` on."""
+        out, lse = (whole.narrow(2, begin, parts.shape[3]) for whole in (self.out, self.lse))
         for part in parts:
-            kernels.merge(self.out, self.lse, part[..., :-1], part[..., -1])
+            kernels.merge(out, lse, part[..., :-1], part[..., -1])
 
     def add_sinks(self, sinks: torch.Tensor | None) -> None:
         """Adds sinks, which have no values."""
@@ -302,7 +295,7 @@ declare(
             "float? scale=None, float? softcap=None, Tensor? sinks=None)"
             " -> (Tensor out, Tensor logsumexp)"
         ),
-        kernel=_kernel,  # csrc/ops/spread_cache.cpp serves CPU tensors
+        kernel=_kernel,
         fake=_fake,
         gradient=NoGradient(
             "attend to a cache under torch.no_grad(), or with scatter_heads=True; "
@@ -314,7 +307,7 @@ declare(
             on.ones(1, 4, 2, 6), on.rand(1, 2, 3 + on.rank, 6), on.rand(1, 2, 3 + on.rank, 5),
             on.group_name,
         ),
-        native=True,
+        free=FREE,
     )
 )  # fmt: skip
 
@@ -358,16 +351,16 @@ def spread_cache_attention(
         sinks: (H,), a logit for each head that takes a part of the weights; equal on all ranks.
         scatter_heads: return this rank's H / W heads only, as tensor parallelism needs them for the
             output projection; W must divide H. 1 / W of the results travels. With `key_positions`
-            this makes a mask of S x K numbers.
+            the backward pass makes a mask of S x K numbers.
 
     Returns the output (B, H, S, V), and its log-sum-exp (B, H, S) in float32 or float64, both
     contiguous, with the same bits on all ranks: results are merged in rank order, in float32 for
     16-bit types. A query that sees no key gets zeros and -inf. Makes one all-gather (with
     `scatter_heads`, all-to-all) of a result for each query. With `scatter_heads` once
     differentiable: each rank gets the gradients of its keys and values, and its part of those of
-    `query` and `sinks`, to be summed over ranks; else there is no gradient, and the op is one
-    native call on CPU. Raises `ValueError` or `TypeError` for arguments that do not fit, before any
-    communication; `RuntimeError` when a peer fails or disagrees.
+    `query` and `sinks`, to be summed over ranks; else there is no gradient. Raises `ValueError` or
+    `TypeError` for arguments that do not fit, before any communication; `RuntimeError` when a peer
+    fails or disagrees.
     Source: split-key decoding (flash-decoding), with the parts on different ranks; for
     `scatter_heads`, Bhatia et al., "Helix Parallelism" (2025).
     """

@@ -16,11 +16,13 @@ from symm_cp.ops.attention import native_tiles
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
 from symm_cp.ops.attention.spread_cache import (
+    FREE,
     SCATTERED,
     Merged,
     additive_mask,
     attend,
     check_arguments,
+    first_query_text,
 )
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.ops.call import Call
@@ -76,6 +78,7 @@ def _fake(
     gradient=BackwardOp(_BACKWARD, once=True),
     autocast=autocast.cast_query_key_value,
     example=lambda on: arguments(*_example(on), on.group_name),
+    free=FREE,
 )
 def _attention(
     call: Call,
@@ -92,14 +95,14 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count_attention_run()
     scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
-    visible = additive_mask(query, mask, key_positions, first_query, window_left)
-    packed = attend(query, key, value, visible, scoring)
-    call.agree((key.shape[1], first_query, window_left, scale, softcap, sinks is not None))
+    packed = attend(query, key, value, mask, (key_positions, first_query, window_left), scoring)
+    details = (key.shape[1], window_left, scale, softcap, sinks is not None)
+    call.agree(first_query_text(first_query) + str(details))
     by_rank = packed.unflatten(1, (call.world_size, -1)).movedim(1, 0)
     arrived = call.all_to_all(by_rank)
     heads = arrived.shape[2]
     merged = Merged(query, heads, value.shape[3])
-    merged.add(arrived.unbind())
+    merged.add(arrived)
     merged.add_sinks(None if sinks is None else sinks.narrow(0, call.rank * heads, heads))
     return merged.result()
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp import runtime
-from symm_cp.group.hosts import apart_of
+from symm_cp.group.hosts import apart_of, in_test_mode
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import Tensors, grads_in
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -50,6 +50,7 @@ def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
         and (spec.value_features is None or key.device.type != "cpu")
         and gathered_bytes(key, spec) <= _MOST_BYTES
         and _sends_all(spec.layout, spec.mask, spec.queries)
+        and not in_test_mode()
         and apart_of(group, key.device) is None
     )
 

@@ -27,13 +27,10 @@ from symm_cp.ops.common import (
     check_reduce_op,
     gather_split,
     group_of,
-    in_test_mode,
     into_output,
     scatter_split,
     uneven_of,
     uneven_parts,
-    unfused_all_gather,
-    unfused_reduce_scatter,
     world_size_of,
 )
 from symm_cp.ops.error_reports import reports_to_peers
@@ -82,9 +79,6 @@ def _all_gather(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = group_of(group_name, rank)
-    if in_test_mode():
-        split = _check_gather(shard, sizes, group.rank, group.world_size)
-        return unfused_all_gather(shard, 0, group_name, split)
     on = runtime.background_of(shard, group)
     known = group.state(PREPARED, PreparedCalls)
     key = (_GATHER, on, shard.shape, shard.dtype, None if sizes is None else tuple(sizes))
@@ -105,9 +99,6 @@ def _reduce_scatter(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = group_of(group_name, rank)
-    if in_test_mode():
-        split, _ = _check_scatter(tensor, reduce_op, sizes, group.world_size)
-        return unfused_reduce_scatter(tensor, reduce_op, 0, group_name, split)
     on = runtime.background_of(tensor, group)
     known = group.state(PREPARED, PreparedCalls)
     key = (
@@ -126,15 +117,9 @@ def _reduce_scatter(
     return prepared.start(group, tensor, out)
 
 
-def _into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    return out.copy_(funcol.wait_tensor(result))
-
-
 def _all_gather_out(shard: torch.Tensor, group_name: str, out: torch.Tensor) -> torch.Tensor:
     shape = _check_gather(shard, None, None, world_size_of(group_name)).whole_shape(shard.shape)
     check_out(_GATHER_OUT, "out", out, shape, shard.dtype)
-    if in_test_mode():
-        return _into(out, _all_gather(shard, group_name))
     return _all_gather(shard, group_name, out=out)
 
 
@@ -143,8 +128,6 @@ def _reduce_scatter_out(
 ) -> torch.Tensor:
     split, _ = _check_scatter(tensor, reduce_op, None, world_size_of(group_name))
     check_out(_SCATTER_OUT, "out", out, split.shape_of(0, tensor.shape), tensor.dtype)
-    if in_test_mode():
-        return _into(out, _reduce_scatter(tensor, reduce_op, group_name))
     return _reduce_scatter(tensor, reduce_op, group_name, out=out)
 
 

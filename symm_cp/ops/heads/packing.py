@@ -191,11 +191,6 @@ class HeadExchange:
                 own = part.heads_of(output, rank, arriving=True)
                 self._copy(part, own, tensor, rank, given=True)
 
-    @cached_property
-    def copies_only(self) -> bool:
-        """Whether each head comes from one rank, so that nothing is added."""
-        return self.to_heads or all(part.disjoint for part in self.parts)
-
     def summed(self, outputs: Tensors) -> list[torch.Tensor]:
         """Returns outputs in which heads that several ranks sent are added, in rank order."""
         return [

@@ -21,7 +21,6 @@ from symm_cp.ops.common import (
     OnRank,
     call_signature,
     check_reduce_op,
-    in_test_mode,
     kernel_and_fake,
 )
 from symm_cp.ops.direct import direct
@@ -152,9 +151,6 @@ def _matmul_all_reduce(
     shape = _check(ALL_REDUCE, [a], [weight], None, bias, reduce_op)
     if place.group is None:
         return a.new_empty(shape)
-    if in_test_mode():
-        total = unfused_all_reduce(a @ weight, reduce_op, group_name)
-        return total if bias is None else total + bias
     terms = _terms([a], [weight], None, place.group)
     return _multiply_and_all_reduce(ALL_REDUCE, place.group, terms, bias, reduce_op, shape)
 
@@ -249,11 +245,7 @@ def _scaled_matmul_all_reduce(
         left_scale = scale if rank is None or one_scale else split.of(rank, scale)
         scaled_mm_out(left, weight, left_scale, weight_scale, partial, fast=use_fast_accum)
 
-    if in_test_mode():
-        produce(None, out)
-        total = unfused_all_reduce(total, reduce_op, group_name)
-    else:
-        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op, most=ANY_SIZE)
+    produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op, most=ANY_SIZE)
     # The bias is added to the sum: once, not once a rank.
     with exchange.exchanged():
         return contiguous(finish(total, bias, result_scale, dtype))

@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
-import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import runtime
 from symm_cp.group.memory import Group, GroupLike, group_name
@@ -28,7 +27,6 @@ from symm_cp.ops.common import (
     group_of,
     name_of,
     uneven_parts,
-    unfused_all_gather,
     world_size_of,
 )
 from symm_cp.ops.error_reports import entry_point
@@ -169,9 +167,6 @@ def all_gather_matmul_kernel(
         group.rank,
         group.world_size,
     )
-    if torch_symm_mem._is_test_mode:
-        gathered = unfused_all_gather(x_shard, call.split.dim, group_name, call.split)
-        return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
     if algorithms.at_once(group, "all_gather_matmul", x_shard, call.whole):
         return _multiply_at_once(group, call, x_shard, weights, return_A)
     call = call._replace(name=algorithms.part_by_part(group, x_shard, call.name))

@@ -22,11 +22,9 @@ from symm_cp.ops.common import (
     caller,
     check_dim,
     gather_split,
-    in_test_mode,
     kernel_and_fake,
     name_of,
     uneven_parts,
-    unfused_all_gather,
 )
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import algorithms
@@ -133,8 +131,6 @@ def _all_gather_scaled_matmul(
     by_shape = split.is_equal and not scales.of_blocks
     kind = list(scales.scale.shape) if by_shape else scales.mode
     call = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
-    if in_test_mode():
-        return _unfused(group, call, x_shard, scales, weights)
     if algorithms.at_once(group, SCALED_GATHER, x_shard, call.whole, ANY_SIZE):
         return _multiply_at_once(group, call, x_shard, scales, weights)
     call = call._replace(name=algorithms.part_by_part(group, x_shard, call.name))
@@ -147,24 +143,6 @@ def _all_gather_scaled_matmul(
     gathered = new_result(x_shard, call.whole)
     gather_rows(group, call, x_shard, weights, outs, gathered, multiply_scaled, scales)
     return gathered.movedim(0, split.dim), [out.movedim(0, split.dim) for out in outs]
-
-
-def _unfused(
-    group: Group,
-    call: PreparedGather,
-    x_shard: torch.Tensor,
-    scales: RowScales,
-    weights: list[ScaledWeight],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The definition."""
-    split, x_scale = call.split, scales.scale
-    # Bytes, because gloo does not support float8.
-    as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
-    if scales.sharded and not call.by_columns:
-        scale = x_scale.view(torch.uint8) if scales.of_blocks else x_scale
-        scale = unfused_all_gather(scale, split.dim, group.name, split)
-        x_scale = scale.view(x_scale.dtype)
-    return _multiplied(as_bytes.view(x_shard.dtype), x_scale, scales, weights)
 
 
 def _gather_columns(

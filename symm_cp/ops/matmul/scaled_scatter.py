@@ -22,13 +22,11 @@ from symm_cp.ops.common import (
     caller,
     check_dim,
     check_reduce_op,
-    in_test_mode,
     kernel_and_fake,
     name_of,
     scatter_split,
     sizes_text,
     uneven_parts,
-    unfused_reduce_scatter,
 )
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import algorithms
@@ -191,8 +189,6 @@ def _scaled_matmul_scattered(
         total = total.movedim(front.dim, split.dim)
         return contiguous(finish(total, bias, result_scale, dtype))
 
-    if in_test_mode():
-        return finished(_unfused(group, product, reduce_op))
     # K and A's dtype are equal on all ranks.
     detail = f"scatter_dim={split.dim} {reduce_op} {dtype_name(a.dtype)}[{a.shape[-1]}]"
     name = name_of(SCALED_SCATTER, partial_dtype, shape, detail + sizes_text(split))
@@ -201,17 +197,6 @@ def _scaled_matmul_scattered(
         return finished(_by_shards(group, product, name, mean=reduce_op == "avg"))
     total = _at_once(group, product, name, mean=reduce_op == "avg")
     return exchange.traced(group, "consume", name, lambda: finished(total))
-
-
-def _unfused(group: Group, product: _Product, reduce_op: str) -> torch.Tensor:
-    """The definition."""
-    front, moved = product.split.leading(product.shape)
-    parts = new_result(product.a, moved, product.dtype)
-    for rank in range(group.world_size):
-        part = new_result(parts, front.shape_of(rank, moved))
-        product.multiply(rank, part)
-        front.of(rank, parts).copy_(part)
-    return unfused_reduce_scatter(parts, reduce_op, front.dim, group.name, front)
 
 
 def _by_shards(group: Group, product: _Product, name: bytes, *, mean: bool) -> torch.Tensor:

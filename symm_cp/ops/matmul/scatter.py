@@ -22,13 +22,11 @@ from symm_cp.ops.common import (
     caller,
     check_dim,
     check_reduce_op,
-    in_test_mode,
     kernel_and_fake,
     name_of,
     scatter_split,
     sizes_text,
     uneven_parts,
-    unfused_reduce_scatter,
 )
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import algorithms, by_tiles
@@ -166,9 +164,6 @@ def _matmul_scattered(
     terms, mean = _check_scatter(
         SCATTER, [a], [weight], None, reduce_op, scatter_dim, sizes, place.world_size
     )
-    if place.group is not None and in_test_mode():
-        dim = terms.split.dim
-        return unfused_reduce_scatter(a @ weight, reduce_op, dim, group_name, terms.split)
     return _multiply_and_reduce_scatter(SCATTER, place, terms, reduce_op, mean)
 
 

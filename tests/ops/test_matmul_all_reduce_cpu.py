@@ -1,18 +1,13 @@
-"""Native matmul-all-reduce: right, the same on all ranks, and left by all ranks together.
-
-Tests that it shares with the kernel in Python are in test_matmul_all_reduce.py.
-"""
+"""Matmul-all-reduce on CPU: right, the same on all ranks, and left by all ranks together."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from symm_cp import tuning
 from symm_cp.testing import Ranks
@@ -131,27 +126,6 @@ def test_a_matmul_that_fails_on_one_rank_fails_on_all(ranks: Ranks, world_size: 
         ranks.run(world_size, fails_on_one_rank, failing)
 
 
-def refused_on_one_rank(group: dist.ProcessGroup) -> None:
-    name, ones = group.group_name, torch.ones
-    bad = group.rank() == 0
-    for a, w, bias, reduce_op, error, message in (
-        (ones(4), ones(4, 2), None, "sum", ValueError, "A must have at least 2 dimensions"),
-        (ones(3, 5), ones(4, 2), None, "sum", ValueError, "needs 5 rows"),
-        (ones(3, 4), ones(4, 2), ones(3), "sum", ValueError, r"bias has shape \[3\]"),
-        (ones(3, 4), ones(4, 2), ones(2).double(), "sum", TypeError, "bias is torch.float64"),
-        (ones(3, 4), ones(4, 2).double(), None, "sum", TypeError, "they must agree"),
-        (ones(3, 4), ones(4, 2), None, "max", ValueError, "reduce_op='max' must be"),
-    ):
-        args = (a, w, bias, reduce_op) if bad else (ones(3, 4), ones(4, 2), None, "sum")
-        with pytest.raises(error if bad else RuntimeError, match=message):
-            OP(*args, name)
-        works(group)
-
-
-def test_what_one_rank_refuses_fails_on_all(ranks: Ranks) -> None:
-    ranks.run(3, refused_on_one_rank)
-
-
 def disagree(group: dist.ProcessGroup) -> None:
     name, first = group.group_name, group.rank() == 0
     ones = torch.ones
@@ -170,37 +144,3 @@ def disagree(group: dist.ProcessGroup) -> None:
 
 def test_ranks_that_disagree_hear_of_it(ranks: Ranks) -> None:
     ranks.run(3, disagree)
-
-
-def modes(group: dist.ProcessGroup) -> None:
-    """Inference runs first: tensors that it keeps must not reach calls with gradients."""
-    name, W = group.group_name, group.size()
-    a, w, b = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
-    with torch.inference_mode():
-        assert OP(a, w, b, "sum", name).is_inference()
-    given = [t.requires_grad_() for t in (a, w, b)]
-
-    def loss(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        total = run()
-        return list(torch.autograd.grad(total.square().sum(), given))
-
-    # All ranks have the same loss of the same inputs.
-    want = loss(lambda: W * (a @ w) + b)
-    for run in (
-        lambda: OP(a, w, b, "sum", name),
-        lambda: checkpoint(lambda *args: OP(*args, "sum", name), a, w, b, use_reentrant=False),
-    ):
-        for got, exact in zip(loss(run), want, strict=True):
-            torch.testing.assert_close(got, exact)
-    (only,) = torch.autograd.grad(OP(a.detach(), w.detach(), b, "sum", name).sum(), b)
-    assert torch.equal(only, torch.full_like(b, 6))
-    (only,) = torch.autograd.grad(OP(a.detach(), w, None, "avg", name).sum(), w)
-    torch.testing.assert_close(only, a.detach().flatten(0, 1).sum(0)[:, None].expand(4, 5))
-    with torch.no_grad():
-        assert not OP(a, w, b, "sum", name).requires_grad
-    with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
-        torch.func.jvp(lambda x: OP(x, w.detach(), None, "sum", name), (a.detach(),), (a.detach(),))
-
-
-def test_modes_of_the_caller(ranks: Ranks) -> None:
-    ranks.run(2, modes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp.group.one_process import rank_of
 from symm_cp.tensors.shards import Split
 
 _ops = torch.ops._c10d_functional
@@ -36,5 +37,5 @@ def reduce_scatter(
     for rank, size in enumerate(split.sizes):
         padded[rank, :size] = split.of(rank, whole)
     scattered = _ops.reduce_scatter_tensor(padded.flatten(0, 1), reduce_op, ranks, group_name)
-    rank = _resolve_process_group(group_name).rank()  # type: ignore[arg-type]
+    rank = rank_of(_resolve_process_group(group_name))  # type: ignore[arg-type]
     return scattered[: split.sizes[rank]]

@@ -286,8 +286,6 @@ LEFT_OUT = (
     "get_remote_tensors",
     "flex_all_gather_attention",
     "flex_all_gather_attention_backward",
-    # Gets what its forward op has saved, and gradients that autograd has checked.
-    "_project_normed_to_heads_backward",
     *(op.name for op in gpu_only.OPS),
 )
 

@@ -396,8 +396,15 @@ def all_gather_matmul_fake(
 
 # --- declarations ----------------------------------------------------------------------------
 
+
+def _types(t: Any, A: Any, Bs: Any, gather_dim: Any, return_A: Any = True, **rest: Any) -> Any:
+    gathered = t.all_gather(A, gather_dim)
+    return gathered if return_A is True else None, [t.matmul(gathered, B) for B in Bs]
+
+
 _GATHER_OP = Op(
     name=GATHER,
+    types=_types,
     schema=TORCHS,
     kernel=all_gather_matmul_kernel,
     fake=all_gather_matmul_fake,

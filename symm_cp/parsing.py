@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
+from symm_cp import __version__
 from symm_cp.ranks import is_rank
 from symm_cp.trusted import write_output
 
@@ -38,6 +42,12 @@ def write_json(path: Path, content: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_output(path, text + "\n")
+
+
+def what_ran(command: Sequence[str], *facts: str) -> str:
+    """Returns the first line of a report: the program, how it ran, and versions."""
+    versions = f"symm_cp {__version__}", f"torch {version('torch')}"
+    return f"{shlex.join(command)}: {', '.join([*facts, *versions])}"
 
 
 def shapes(text: str) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from symm_cp.group.one_process import on_ranks
 from symm_cp.loading import when_imported
-from symm_cp.ops.common import rank_in, world_size_of
+from symm_cp.ops.common import libraries, rank_in, world_size_of
 from symm_cp.ops.op import Composite, Kernel, Op, find
 from symm_cp.ops.types import collectives
 
@@ -35,7 +35,8 @@ def register(ops: Iterable[Op]) -> None:
 def _register(ops: list[Op], module: str, mode: str, rule: Callable[..., Any]) -> None:
     for op in ops:
         cls = getattr(sys.modules[module], mode)
-        torch.library.register_torch_dispatch(op.full_name, cls, rule)
+        library = libraries(op.namespace).ops
+        torch.library.register_torch_dispatch(op.full_name, cls, rule, lib=library)
 
 
 class _Inside:
@@ -56,7 +57,7 @@ def _with_collectives(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) 
     op = _op_of(func)
     assert op is not None
     assert op.kernel is not None
-    if isinstance(op.gradient, Composite):
+    if isinstance(op.gradient, Composite) and not types:
         with mode:
             return op.kernel(*args, **(kwargs or {}))
     record = type(mode).__torch_dispatch__

@@ -64,15 +64,20 @@ class Careless(torch.Tensor):
     """A subclass that changes nothing."""
 
 
+def _with_storage(x: torch.Tensor) -> torch.Tensor:
+    assert x.nbytes, "an empty tensor has none"
+    return x.clone()
+
+
 def _deleted(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
+    x = _with_storage(x)
     x.untyped_storage().resize_(0)
     return x
 
 
 def _shrunk(x: torch.Tensor) -> torch.Tensor:
     """A tensor whose storage has half the bytes that it needs."""
-    x = x.clone()
+    x = _with_storage(x)
     x.untyped_storage().resize_(x.nbytes // 2)
     return x
 

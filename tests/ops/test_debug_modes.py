@@ -103,21 +103,22 @@ FUSED = (
 UNFUSED = (gathered_product, scattered_product)
 
 
-def mlp(
+def sharded_mlp(
     x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: Any, gather: Any, scatter: Any
+) -> torch.Tensor:
+    y: torch.Tensor = scatter(gather(x, up, group).relu(), down, group)
+    return y
+
+
+def with_a_sum(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: Any
 ) -> list[torch.Tensor]:
-    """A sharded MLP; returns its result and gradients."""
-    y = scatter(gather(x, up, group).relu(), down, group)
-    y.square().sum().backward()
-    return [y.detach(), *(each.grad for each in (x, up, down))]
-
-
-def with_a_sum(*given: Any) -> list[torch.Tensor]:
-    results = mlp(*given, *FUSED)
-    x, _, down, group = given
+    """Results and gradients of a sharded MLP and of a sum over ranks."""
+    y = sharded_mlp(x, up, down, group, *FUSED)
     total = symm_cp.matmul_all_reduce(x, down.t().contiguous(), group=group)
-    total.square().sum().backward()
-    return [*results, total.detach(), x.grad]
+    (y.square().sum() + total.square().sum()).backward()
+    grads: Any = [each.grad for each in (x, up, down)]
+    return [y.detach(), total.detach(), *grads]
 
 
 def inputs(rank: int) -> list[torch.Tensor]:
@@ -158,15 +159,20 @@ def counted(group: dist.ProcessGroup) -> list[Any]:
     for forms in (FUSED, UNFUSED):
         given = [each.requires_grad_() for each in inputs(group.rank())]
         with CommDebugMode() as mode:
-            mlp(*given, group, *forms)
-        counts.append({op.__name__: n for op, n in mode.get_comm_counts().items() if n})
+            y = sharded_mlp(*given, group, *forms)
+            forward = dict(mode.get_comm_counts())
+            y.square().sum().backward()
+        for found in (forward, mode.get_comm_counts()):
+            counts.append({op.__name__: count for op, count in found.items() if count})
     with DebugMode() as debug, torch.no_grad():
         symm_cp.all_gather_matmul(*inputs(0)[:2], group=group)
     return [*counts, debug.debug_string()]
 
 
 def test_modes_count_collectives_in_ops(ranks: Ranks) -> None:
-    for fused, unfused, text in ranks.run(2, counted):
-        assert fused == unfused
-        assert fused["all_gather_into_tensor"] >= 2
+    for fused, both, unfused, both_unfused, text in ranks.run(2, counted):
+        assert fused == unfused == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        # Its gradient gathers the shards of x again, which autograd would save.
+        both_unfused["all_gather_into_tensor"] += 1
+        assert both == both_unfused == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 2}
         assert re.search(r"fused_all_gather_matmul.*\n.*all_gather_into_tensor", text)

@@ -177,7 +177,7 @@ def local_types(group: dist.ProcessGroup) -> dict[str, str]:
         results["dispatch"], routing = moe.dispatch(a, experts, 4, group=axis)
         results["combine"] = moe.combine(results["dispatch"], None, routing)
         for name, result in results.items():
-            found[name] = str(spmd_types.get_local_type(result)[spmd_types.normalize_axis(axis)])
+            found[name] = spmd_types.get_axis_local_type(result, axis).value
         results["all_reduce"].backward(torch.ones(4, 10))  # by the op's own gradient
         assert a.grad is not None
         with pytest.raises(spmd_types.SpmdTypeError, match="to be P on axis"):

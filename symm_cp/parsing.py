@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from symm_cp import __version__
 from symm_cp.ranks import is_rank
 from symm_cp.trusted import write_output
 
@@ -44,9 +43,9 @@ def write_json(path: Path, content: Any) -> None:
     write_output(path, text + "\n")
 
 
-def what_ran(command: Sequence[str], *facts: str) -> str:
+def what_ran(own_version: str, command: Sequence[str], *facts: str) -> str:
     """Returns the first line of a report: the program, how it ran, and versions."""
-    versions = f"symm_cp {__version__}", f"torch {version('torch')}"
+    versions = f"symm_cp {own_version}", f"torch {version('torch')}"
     return f"{shlex.join(command)}: {', '.join([*facts, *versions])}"
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from symm_cp import __version__
 from symm_cp.parsing import what_ran
 from symm_cp.ranks import positive
 
@@ -73,6 +74,6 @@ def main(args: argparse.Namespace) -> int:
             runs.append([torch.load(f, weights_only=False) if f.exists() else [] for f in files])
     comparison = compared(runs[0][0], runs[1])
     compared_steps = f"gradients, norms and weights of up to {args.steps} steps"
-    print(what_ran(script, f"1 and {args.ranks} ranks", args.dtype, compared_steps))
+    print(what_ran(__version__, script, f"1 and {args.ranks} ranks", args.dtype, compared_steps))
     print(comparison)
     return 0 if comparison.equal else 1

@@ -137,6 +137,8 @@ class Checked(Described):
 
     def varying(self, text: str, equation: str, x: Any, collective: str) -> Any:
         """See `Described`."""
+        if self._sharded(x):
+            self.refuse("its values are no shards of one tensor, so it needs local types")
         varying = self._types.V
         x = self._rules.reinterpret(x, self._axis, src=varying, dst=varying)
         return self._rules.einsum(equation, x)
@@ -149,15 +151,21 @@ class Checked(Described):
         """See `Described`."""
         self._rules.ignore(*(x for x in tree_leaves(xs) if isinstance(x, torch.Tensor)))
 
+    def _sharded(self, x: Any) -> bool:
+        """Whether a tensor is a shard on the axis. Local types ignore shards."""
+        if not self._types._state._is_global():
+            return False
+        spec = self._types.get_partition_spec(x)
+        axis = self._types.normalize_axis(self._axis)
+        return spec is not None and axis in spec.axes_with_partition_spec()
+
     def _summed(self, x: Any, reduce_op: str) -> Any:
         """Returns the type that terms of a sum must have.
 
         Without shards on the axis (the checker's local types), products of varying factors are V.
         """
         types, axis = self._types, self._types.normalize_axis(self._axis)
-        spec = types.get_partition_spec(x)
-        sharded = spec is not None and axis in spec.axes_with_partition_spec()
         of_axis = types.get_local_type(x).get(axis)
         if of_axis is types.P and reduce_op != "sum":
             self.refuse(f"{reduce_op=} of terms of a sum (P) is not the sum")
-        return types.V if of_axis is types.V and not sharded else types.P
+        return types.V if of_axis is types.V and not self._sharded(x) else types.P

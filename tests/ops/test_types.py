@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import symm_cp
 from symm_cp import moe
-from symm_cp.ops.op import declared_op
+from symm_cp.ops.op import declared, declared_op
 from symm_cp.ops.spmd import checked, function_of
 from symm_cp.testing import Ranks
 
@@ -42,6 +44,38 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "exchange_heads": ([_r(2, 4, 8, 6), _r(2, 4, 8, 10)], True, AXIS),
     "project_to_heads": (_r(2, 8, 6), [_r(6, 12)], [_r(12)], 3, AXIS),
     "project_from_heads": ([_r(2, 4, 8, 3)], [_r(12, 10)], AXIS),
+}
+
+
+_ONE = torch.tensor(1.0)
+_LEFT, _RIGHT = torch.randn(4, 32), torch.randn(16, 32)
+_SCALED = _LEFT.to(torch.float8_e4m3fn), _RIGHT.to(torch.float8_e4m3fn).t()
+_OUT = torch.float32
+#: Calls with one placement: `rulecheck` adds no float8 numbers. Shards by the number of a tensor.
+PLACED: dict[str, tuple[tuple[Any, ...], dict[int, int]]] = {
+    "fused_scaled_matmul_all_reduce": (
+        (*_SCALED, _ONE, _ONE, "sum", AXIS, None, None, _OUT), {0: 1, 1: 0},
+    ),
+    "fused_scaled_matmul_reduce_scatter": (
+        (*_SCALED, _ONE, _ONE, "sum", 0, 0, AXIS, [4, 16], None, None, _OUT), {0: 1, 1: 0},
+    ),
+    "fused_all_gather_scaled_matmul": (
+        (_SCALED[0], [_SCALED[1]], _ONE, [_ONE], 0, AXIS, [None], [None], [_OUT], [False]), {0: 0},
+    ),
+    "_project_normed_to_heads": (
+        (_r(2, 8, 6), [_r(6, 12)], [], 3, [_r(3)], [True], 1e-6, None, None, [False], AXIS), {0: 1},
+    ),
+}  # fmt: skip
+#: Outputs that are compared: no float8, no memory for the gradient.
+COMPARED = {"fused_all_gather_scaled_matmul": slice(1, None), "_project_normed_to_heads": slice(1)}
+#: Ops whose tensors vary, without being shards of one; torch's for memory of GPUs have no types.
+LOCAL: dict[str, tuple[Any, ...]] = {
+    "exchange_halo": (_r(4, 6, 8), 1, 1, 1, AXIS),
+    "scan_states": (_r(2, 4, 6), _r(2, 4), False, False, AXIS),
+    "dispatch_to_experts": (_r(4, 6), torch.arange(8), 4, 1, 2, AXIS),
+    "combine_from_experts": (_r(4, 6), None, torch.arange(8), 1, 2, AXIS),
+    "fused_dispatch_grouped_matmul": (_r(4, 6), [_r(2, 6, 8)], torch.arange(8), 4, 1, 2, AXIS),
+    "fused_grouped_matmul_combine": ([_r(4, 6)], [_r(2, 6, 8)], None, torch.arange(8), 1, 2, AXIS),
 }
 
 
@@ -75,17 +109,18 @@ def function_for(name: str, call: tuple[Any, ...]) -> tuple[Any, list[Any]]:
             *tensors, group = tensors
             args = arguments_of(tensors, str(group.group_name))
             args += [each.default_value for each in arguments[len(args) :]]
-            return listed(function_of(name).apply(*args))
+            return listed(function_of(name).apply(*args))[COMPARED.get(name, slice(None))]
 
     names = [f"x{place}" for place in places]
     header = ", ".join([*names, "group"])
     scope: dict[str, Any] = {"arguments_of": arguments_of, "checked": checked, "listed": listed}
     scope["names"], scope["op"] = [each.name for each in arguments], name
+    scope["compared"] = COMPARED.get(name, slice(None))
     text = (
         f"def forward(ctx, {header}): ...\n"
         f"def spmd_typecheck(*, {header}):\n"
         f"    given = arguments_of([{', '.join(names)}], group)\n"
-        "    return listed(checked(op, dict(zip(names, given))))\n"
+        "    return listed(checked(op, dict(zip(names, given))))[compared]\n"
     )
     exec(text, scope)
     Each.forward = staticmethod(scope["forward"])
@@ -120,6 +155,39 @@ def test_types_describe_the_kernel(ranks: Ranks, checker: Any, name: str) -> Non
     accepted, refused = alone(ranks, checks, name)
     assert accepted == (3 if "matmul" in name and "gather" not in name else 1)
     assert refused
+
+
+def checks_of_one_placement(group: dist.ProcessGroup) -> None:
+    from spmd_types import R, S, rulecheck
+
+    dist.destroy_process_group()
+    options: dict[str, Any] = {"mesh": {AXIS: 2}, "local_tensor_mode": True}
+    for name, (call, shards) in PLACED.items():
+        function, arguments = function_for(name, call)
+        tensors = list(inspect.signature(function.forward).parameters)[1:-1]
+        placed = {x: {AXIS: R} for x in tensors}
+        placed |= {tensors[number]: {AXIS: S(dim)} for number, dim in shards.items()}
+        rulecheck.rulecheck(function, arguments, placed, **options)
+    for name, call in LOCAL.items():
+        function, arguments = function_for(name, call)
+        first = inspect.signature(function.forward).parameters
+        placed = {x: {AXIS: S(0) if number == 0 else R} for number, x in enumerate([*first][1:-1])}
+        mesh = rulecheck._Mesh({AXIS: 2})
+        reason = rulecheck._hook_rejects(function, tuple(arguments), placed, mesh)
+        assert reason is not None
+        assert re.search("so it needs local types|must not be sharded", reason), (name, reason)
+
+
+def test_types_of_one_placement(ranks: Ranks, checker: Any) -> None:
+    alone(ranks, checks_of_one_placement)
+
+
+def test_every_op_of_users_is_checked() -> None:
+    """`spmd_types` confirms each rule, but for ops that have no types and those of their names."""
+    without = {op.name for op in declared() if op.internal or op.cpu_only}
+    kinds = {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"}
+    kinds |= {"flex_all_gather_attention"}  # the same rule, with options of its own
+    assert {op.name for op in declared()} - without - kinds <= {*CALLS, *PLACED, *LOCAL}
 
 
 def checks_on_a_mesh(group: dist.ProcessGroup) -> None:

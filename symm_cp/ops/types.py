@@ -100,6 +100,14 @@ def sum_of_products(t: Any, lefts: Any, rights: Any, addend: Any) -> Any:
     return total
 
 
+def products_of_gathered(
+    t: Any, A: Any, Bs: Any, gather_dim: Any, return_A: Any = True, **_: Any
+) -> Any:
+    """Describes products of a gathered tensor, and that tensor if it is returned."""
+    gathered = t.all_gather(A, gather_dim)
+    return gathered if return_A is True else None, [t.matmul(gathered, B) for B in Bs]
+
+
 def described(rule: Rule, kinds: Mapping[str, str], words: Mapping[str, str], **fixed: Any) -> str:
     """Returns a rule as text; `kinds` has the schema's type of each argument.
 

@@ -42,6 +42,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, BackwardOp, Op, arguments, declare
+from symm_cp.ops.types import products_of_gathered
 from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import Consume, GatherCall, GatherIntoCall
 from symm_cp.tensors.alignment import ALIGN, aligned
@@ -396,15 +397,9 @@ def all_gather_matmul_fake(
 
 # --- declarations ----------------------------------------------------------------------------
 
-
-def _types(t: Any, A: Any, Bs: Any, gather_dim: Any, return_A: Any = True, **rest: Any) -> Any:
-    gathered = t.all_gather(A, gather_dim)
-    return gathered if return_A is True else None, [t.matmul(gathered, B) for B in Bs]
-
-
 _GATHER_OP = Op(
     name=GATHER,
-    types=_types,
+    types=products_of_gathered,
     schema=TORCHS,
     kernel=all_gather_matmul_kernel,
     fake=all_gather_matmul_fake,

@@ -17,26 +17,35 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 from symm_cp.group.one_process import on_ranks
 from symm_cp.loading import when_imported
 from symm_cp.ops.common import libraries, rank_in, world_size_of
-from symm_cp.ops.op import Composite, Kernel, Op, find
+from symm_cp.ops.op import Composite, Kernel, Op
 from symm_cp.ops.types import collectives
+
+_ops: dict[str, Op] = {}  # by their names
+_awaited: set[str] = set()
 
 
 def register(ops: Iterable[Op]) -> None:
     """Registers ops with the modes, now or as soon as these are imported."""
-    named = [op for op in ops if "group_name" in _names(op)]
+    added = {op.full_name: op for op in ops}
+    _ops.update(added)
     for module, mode, rule in (
         ("torch.distributed._local_tensor", "LocalTensorMode", _on_all_ranks),
         ("torch.distributed.tensor.debug._comm_mode", "CommDebugMode", _with_collectives),
         ("torch.utils._debug_mode", "DebugMode", _with_collectives),
     ):
-        when_imported(module, partial(_register, named, module, mode, rule))
+        if module in sys.modules:
+            _register(added.values(), module, mode, rule)
+        elif module not in _awaited:  # then with all ops that there are
+            _awaited.add(module)
+            when_imported(module, partial(_register, _ops.values(), module, mode, rule))
 
 
-def _register(ops: list[Op], module: str, mode: str, rule: Callable[..., Any]) -> None:
+def _register(ops: Iterable[Op], module: str, mode: str, rule: Callable[..., Any]) -> None:
+    cls = getattr(sys.modules[module], mode)
     for op in ops:
-        cls = getattr(sys.modules[module], mode)
-        library = libraries(op.namespace).ops
-        torch.library.register_torch_dispatch(op.full_name, cls, rule, lib=library)
+        if "group_name" in _names(op):
+            library = libraries(op.namespace).ops
+            torch.library.register_torch_dispatch(op.full_name, cls, rule, lib=library)
 
 
 class _Inside:
@@ -79,8 +88,7 @@ def _op_of(func: Any) -> Op | None:
     """Returns the declaration of an op, None for others."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace == "aten":
         return None
-    found = find(func._schema.name.partition("::")[2])
-    return found if found is not None and found.overload is func else None
+    return _ops.get(func._schema.name) if func._overloadname == "default" else None
 
 
 def _kernel_of(func: Any, args: Any) -> Kernel | None:

@@ -23,6 +23,8 @@ from symm_cp.ops.types import Described
 
 def checks_types() -> bool:
     """Whether `spmd_types` checks types now."""
+    if torch.compiler.is_compiling():  # it traces the op
+        return False
     checker = sys.modules.get("spmd_types")
     return checker is not None and checker.is_type_checking()
 

@@ -176,3 +176,27 @@ def test_modes_count_collectives_in_ops(ranks: Ranks) -> None:
         both_unfused["all_gather_into_tensor"] += 1
         assert both == both_unfused == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 2}
         assert re.search(r"fused_all_gather_matmul.*\n.*all_gather_into_tensor", text)
+
+
+def with_two_ops_of_users(group: dist.ProcessGroup) -> list[dict[int, torch.Tensor]]:
+    made = []
+    for name in ("before", "after"):
+
+        @symm_cp.op(f"modes::{name}(Tensor x, str group_name) -> Tensor")
+        def doubled(call: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * call.all_gather(x)
+
+        made.append(doubled)
+    x = LocalTensor({rank: torch.full((2,), float(rank)) for rank in range(2)})
+    name = str(fake_group(2).group_name)
+    with LocalTensorMode(2):
+        return [dict(op(x, name)._local_tensors) for op in made]
+
+
+def test_ops_of_users(ranks: Ranks) -> None:
+    with ranks.own(1, with_two_ops_of_users) as running:
+        (outcome,) = running.outcomes(60)
+    assert not outcome.failure, outcome.failure
+    for found in outcome.result:
+        for tensor in found.values():
+            assert tensor.tolist() == [0, 0, 2, 2]

@@ -20,6 +20,7 @@ if _everything and _started.as_command():  # ends here for --help, --version and
     _import_module("symm_cp.cli").answer()
 if _everything:
     from symm_cp import backend as _backend
+    from symm_cp import env as _env
     from symm_cp import integrations as _integrations  # noqa: F401
     from symm_cp import native as _native
     from symm_cp import ops as _ops
@@ -141,6 +142,7 @@ def __dir__() -> list[str]:
 
 
 if _everything:
+    _env.warn_of_unknown()
     _ops.register()
     _backend.register()
     try:

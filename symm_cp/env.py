@@ -34,8 +34,11 @@ goes on meanwhile; if the sender waits, both copy at the same time through a rin
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from collections.abc import Container
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 # The dict of bytes behind `os.environ`. `os.environ`'s own look-up raises and catches an error for
@@ -47,6 +50,22 @@ def _get(name: str, default: str = "") -> str:
     if _variables is not None and name.encode() not in _variables:
         return default
     return os.environ.get(name, default)
+
+
+#: Set by commands for their own processes, and by tests.
+_INTERNAL = ("COMPARE", "CUDA_ON_CPU", "EXPLAIN", "EXPLAIN_EAGER", "NUMA")
+_RENAMED = {"SYMM_CP_WAY": "SYMM_CP_ALGORITHM"}
+
+
+def warn_of_unknown() -> None:
+    """Warns of variables that are set and have no meaning: they may be misspelled."""
+    known = re.findall(r"^\| `(SYMM_CP_\w+)`", __doc__ or "", re.MULTILINE)
+    given = [name for name in os.environ if known and name.startswith("SYMM_CP_")]
+    for name in {*given} - {*known, *(f"SYMM_CP_{each}" for each in _INTERNAL)}:
+        if not name.startswith(("SYMM_CP_TEST_", "SYMM_CP_SUITE_")):
+            nearest = [_RENAMED[name]] if name in _RENAMED else get_close_matches(name, known, 1)
+            advice = f"; did you mean {nearest[0]}?" if nearest else ""
+            warnings.warn(f"symm_cp: {name} is set but has no meaning{advice}", stacklevel=3)
 
 
 class NoHomeError(RuntimeError):

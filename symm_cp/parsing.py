@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +41,12 @@ def write_json(path: Path, content: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_output(path, text + "\n")
+
+
+def what_ran(own_version: str, command: Sequence[str], *facts: str) -> str:
+    """Returns the first line of a report: the program, how it ran, and versions."""
+    versions = f"symm_cp {own_version}", f"torch {version('torch')}"
+    return f"{shlex.join(command)}: {', '.join([*facts, *versions])}"
 
 
 def shapes(text: str) -> list[tuple[int, ...]]:

@@ -154,3 +154,15 @@ except native.BuildError as error:
         (line,) = (line for line in said if "building the native part" not in line)
         assert re.search(message, line)
         assert "Traceback" not in err
+
+
+def test_unknown_variables_are_named() -> None:
+    given = {"SYMM_CP_WAY": "shards", "SYMM_CP_PLAN": "0", "SYMM_CP_PLANS": "1"}
+    run = [sys.executable, "-c", "import symm_cp"]
+    done = subprocess.run(run, env={**os.environ, **given}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    warned = re.findall(r"(SYMM_CP_\w+) is set but has no meaning(.*)", done.stderr)
+    assert sorted(warned) == [
+        ("SYMM_CP_PLAN", "; did you mean SYMM_CP_PLANS?"),
+        ("SYMM_CP_WAY", "; did you mean SYMM_CP_ALGORITHM?"),
+    ]

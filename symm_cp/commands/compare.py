@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from symm_cp import __version__
+from symm_cp.parsing import what_ran
 from symm_cp.ranks import positive
 
 HELP = "run a training script on one rank and on several: which gradient differs first, and why"
@@ -71,5 +73,7 @@ def main(args: argparse.Namespace) -> int:
             # The script's own ranks wrote them, into a folder of this user's.
             runs.append([torch.load(f, weights_only=False) if f.exists() else [] for f in files])
     comparison = compared(runs[0][0], runs[1])
-    print(f"{args.ranks} ranks, {args.dtype}: {comparison}")
+    compared_steps = f"gradients, norms and weights of up to {args.steps} steps"
+    print(what_ran(__version__, script, f"1 and {args.ranks} ranks", args.dtype, compared_steps))
+    print(comparison)
     return 0 if comparison.equal else 1

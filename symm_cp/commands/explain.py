@@ -23,8 +23,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from symm_cp import __version__
 from symm_cp.commands import run
-from symm_cp.parsing import STDOUT, add_json, size_text, write_json
+from symm_cp.parsing import STDOUT, add_json, size_text, what_ran, write_json
 
 HELP = "run a program, and list the collectives of its compiled graphs: fused, or why not"
 
@@ -67,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
         found = {"graphs": graphs, "graph_breaks": breaks, "in_python": in_python}
         write_json(args.json, {"command": command, "exit_code": code, **found})
     if args.json != STDOUT:
+        how = "torch.compile is off" if args.eager else "torch.compile"
+        print(what_ran(__version__, command, f"{len(noted)} processes with notes", how))
         print(report(graphs, breaks, in_python, eager=args.eager))
     if code:
         print(f"symm-cp explain: the program ended with exit code {code}", file=sys.stderr)

@@ -43,7 +43,7 @@ def sequence_to_heads(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
-@entry_point(OP, {"tensors": "x"})
+@entry_point(OP, {"tensors": "x"}, to_heads=True)
 def sequence_to_heads(
     x: torch.Tensor | Tensors,
     *,
@@ -92,7 +92,7 @@ def heads_to_sequence(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
-@entry_point(OP, {"tensors": "x"})
+@entry_point(OP, {"tensors": "x"}, to_heads=False)
 def heads_to_sequence(
     x: torch.Tensor | Tensors,
     *,
@@ -205,7 +205,7 @@ def ulysses_projection(
         name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor
     )
     if norms is None and rope is None and rotated is None:
-        results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
+        results = direct(PROJECT)(x, matrices, added, features, name, *options)
     else:
         shaping = reporting_to_peers(name, _shaping, len(matrices), norms, eps, rope, rotated)
         results, _ = direct(PROJECT_NORMED)(x, matrices, added, features, *shaping, name, *options)
@@ -276,7 +276,7 @@ def ulysses_output_projection(
     by_tensor = None if heads is None else [heads]
     options = reporting_to_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
     reporting_to_peers(name, _check_bias, x, weight, bias)
-    out, _ = torch.ops.symm_mem.project_from_heads([x], [weight], name, *options)
+    out, _ = direct(COLLECT)([x], [weight], name, *options)
     if bias is None:
         return out
     if torch.compiler.is_compiling():

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from symm_cp import env, native
+from symm_cp.group import one_process
 from symm_cp.group.stores import TimedStore, wait_limit_of
 from symm_cp.modes import ordinary_tensors
 from symm_cp.native import wire
@@ -308,6 +309,37 @@ class Group:
         self._library.symm_cp_release_groups()
 
 
+class _FakeGroup(Group):
+    """A group of torch's backend "fake", which exchanges nothing, or whose ranks are threads."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = weakref.ref(process_group)
+        super().__init__(process_group)
+
+    @property  # type: ignore[override]
+    def rank(self) -> int:
+        """The rank of this process, or of this thread."""
+        process_group = self._process_group()
+        assert process_group is not None
+        return one_process.rank_of(process_group)
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        pass
+
+    @property  # type: ignore[override]
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """No lock: threads that are ranks wait for each other."""
+        return contextlib.nullcontext()
+
+    @lock.setter
+    def lock(self, lock: object) -> None:
+        pass
+
+    def refuse(self, channel: str, error: BaseException) -> None:
+        """Does nothing: no peer waits, or all have ended."""
+
+
 def _reason(group: Group, error: BaseException) -> bytes:
     """Returns the text of an error on this rank for its peers."""
     return f"{type(error).__name__} on rank {group.rank}: {error}".encode()
@@ -356,7 +388,7 @@ def resolve(group: GroupLike) -> Group:
         known = _groups.get(name)
         if known is not None and known[0]() is process_group:
             return known[1]
-        new_group = Group(process_group)
+        new_group = (_FakeGroup if is_fake(name) else Group)(process_group)
         _groups[name] = (weakref.ref(process_group), new_group)
     try:
         # If torch made the group, it has a store.

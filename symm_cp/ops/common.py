@@ -22,6 +22,7 @@ from symm_cp.group.memory import (
     resolve,
     unknown_group,
 )
+from symm_cp.group.one_process import rank_of
 from symm_cp.native import wire
 from symm_cp.ops.direct import direct, op_of
 from symm_cp.ops.error_reports import OPS_ON_CPU, channel_of, reporting
@@ -369,7 +370,7 @@ def world_size_of(group_name: str) -> int:
 def rank_in(group_name: str) -> int:
     """Returns this rank in a group, as an argument of ops whose results depend on it."""
     try:
-        return _resolve_process_group(group_name).rank()  # type: ignore[arg-type]
+        return rank_of(_resolve_process_group(group_name))  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
         raise unknown_group(group_name) from error
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from symm_cp import native
+from symm_cp.ops.spmd import typed
 
 _calls: dict[str, Callable[..., Any]] = {}
 
@@ -29,7 +30,9 @@ def direct(name: str) -> Callable[..., Any]:
     call = _calls.get(name)
     if call is None:
         op, glue = op_of(name), _glue()
-        call = _calls[name] = glue.symm_cp_op_call(op._schema.name.encode(), op) if glue else op
+        under_modes = typed(op)
+        made = glue.symm_cp_op_call(op._schema.name.encode(), under_modes) if glue else under_modes
+        call = _calls[name] = made
     return call
 
 

@@ -319,6 +319,7 @@ def same_on_all_ranks(
 declare(
     Op(
         name=_SAME,
+        types=lambda t, input, **_: t.local("{}", "...->...", input),
         schema="(Tensor input, str op, str name, str remedy, str group_name) -> Tensor",
         kernel=_same_kernel,
         fake=_same_fake,

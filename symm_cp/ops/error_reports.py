@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from symm_cp import native
 from symm_cp.group.memory import GroupLike, is_reported, reported, resolve
+from symm_cp.ops.op import shows_types
 from symm_cp.ops.tensor_checks import concerns_peers
 
 #: The exception that a checkpoint raises once it has recomputed the tensors that it needs.
@@ -52,17 +53,18 @@ def reports_to_peers(
 
 
 def entry_point(
-    op: str = "", words: Mapping[str, str] = MappingProxyType({})
+    op: str = "", words: Mapping[str, str] = MappingProxyType({}), **fixed: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that users call with `group`: its errors are reported to the peers.
 
     They name the function, not the `op` that it calls; `words` has the function's names of
-    arguments, by the op's.
+    arguments, by the op's. The op's types are added to the docstring, for the `fixed` arguments.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
         named = {op or name: name, **words}
+        shows_types(op or name, words, **fixed)(function)
         return reports_to_peers(function, channel=channel_of(name), op=name, words=named)
 
     return decorated

@@ -14,10 +14,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from symm_cp.ops.types import Rule, described
+
+F = TypeVar("F", bound=Callable[..., Any])
 Kernel: TypeAlias = Callable[..., Any]
 #: Takes the arguments of an op and the device; returns the arguments to use under autocast.
 Prepare: TypeAlias = Callable[[tuple[Any, ...], str], tuple[Any, ...]]
@@ -155,6 +159,8 @@ class Op:
     )
     autocast: Prepare | None = None
     vmap: Vmap | None = None
+    #: What it does to the mesh axis of its group. Not needed if it calls ops that have types.
+    types: Rule | None = None
     #: A small call, with equal shapes on all ranks unless the op takes unequal ones.
     example: Callable[[Caller], Arguments] | None = None
 
@@ -237,6 +243,14 @@ class Op:
         return self.name if self.namespace == "symm_mem" else self.full_name
 
     @property
+    def parsed_schema(self) -> torch.FunctionSchema:
+        """Returns the schema, which need not be registered."""
+        if self.schema in (None, TORCHS):
+            found: torch.FunctionSchema = self.overload._schema
+            return found
+        return torch._C.parse_schema(self.full_name + self.schema)
+
+    @property
     def overload(self) -> Any:
         """Returns torch's object for the op."""
         return getattr(getattr(torch.ops, self.namespace), self.name).default
@@ -263,10 +277,36 @@ def declared_op(name: str) -> Op:
     return _declared[name]
 
 
+def find(name: str) -> Op | None:
+    """Returns an op by its name, None if it is not declared."""
+    return _declared.get(name)
+
+
+def shows_types(
+    name: str, words: Mapping[str, str] = MappingProxyType({}), **fixed: Any
+) -> Callable[[F], F]:
+    """Decorates an entry point of an op: adds the op's types, if any, to its docstring.
+
+    `words` are as for `entry_point`; `fixed` are arguments of the op.
+    """
+
+    def decorated(function: F) -> F:
+        op = find(name)
+        if op is not None and op.types is not None and function.__doc__ is not None:
+            kinds = {each.name: str(each.type) for each in op.parsed_schema.arguments}
+            text = described(op.types, kinds, words, **fixed)
+            function.__doc__ += f"\n    Types for `spmd_types` on the group's axis: `{text}`.\n    "
+        return function
+
+    return decorated
+
+
 def missing_parts(op: Op) -> list[str]:
     """Returns the names of the parts that a declaration lacks."""
     missing = [part for part in _REQUIRED if getattr(op, part) is None]
     schema = None if op.schema is None else op.overload._schema
+    if op.types is None and not isinstance(op.gradient, Composite):
+        missing.append("types")
     if schema is not None and schema.is_mutable and schema.returns and op.functional is None:
         missing.append("functional")
     return missing

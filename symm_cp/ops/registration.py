@@ -10,6 +10,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import cuda, native
 from symm_cp.cuda import plans
+from symm_cp.ops import debug_modes
 from symm_cp.ops.autocast import register_autocast
 from symm_cp.ops.common import device_kernels, keys_of_ours, libraries
 from symm_cp.ops.compiled import called_in_order
@@ -36,6 +37,7 @@ def register() -> None:
         _define(op)
     for op in declared():
         _register(op)
+    debug_modes.register(declared())
     _check_ranks_of_pads()
 
 
@@ -43,6 +45,7 @@ def register_one(op: Op) -> None:
     """Registers an op that was declared after the import."""
     _define(op)
     _register(op)
+    debug_modes.register([op])
     try:
         native.load()
     except native.BuildError:

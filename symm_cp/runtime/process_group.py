@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.group.memory import Group, is_fake
+from symm_cp.group.one_process import is_one_of_several, rank_of
 from symm_cp.native import wire
 from symm_cp.tensors.dtypes import real, wide
 from symm_cp.tensors.results import new_result
@@ -47,7 +48,7 @@ def reduce_scatter(
     for rank, size in enumerate(split.sizes):
         padded[rank, :size] = split.of(rank, whole)
     scattered = _ops.reduce_scatter_tensor(padded.flatten(0, 1), reduce_op, ranks, group_name)
-    rank = _resolve_process_group(group_name).rank()  # type: ignore[arg-type]
+    rank = rank_of(_resolve_process_group(group_name))  # type: ignore[arg-type]
     return scattered[: split.sizes[rank]]
 
 
@@ -127,7 +128,8 @@ def _all_to_all(
 ) -> torch.Tensor:
     """Sends a part to each rank; returns theirs, of these sizes."""
     given, sizes = torch.cat(list(sent)), [part.numel() for part in sent]
-    if is_fake(group.name):  # refuses to send nothing and receive something
+    # torch's backend refuses to send nothing and receive something.
+    if is_fake(group.name) and not is_one_of_several():
         return given.new_zeros(sum(arriving))
     with _named(group, call_name):
         started = _ops.all_to_all_single(given, list(arriving), sizes, group.name)

@@ -226,6 +226,10 @@ def _joined(expected: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor |
                 lengths == expected.shape[dim]
             ):
                 return torch.cat(shards, dim)
+    if all(part.dim() == 1 for part in parts):  # FSDP1 cuts flat parameters, and pads the last
+        flat = torch.cat(parts)
+        if 0 <= flat.numel() - expected.numel() < len(parts):
+            return flat[: expected.numel()].view(expected.shape)
     return None
 
 
@@ -234,8 +238,9 @@ def _losses(expected: Step, found: Sequence[Step]) -> tuple[str, ...]:
     one, of_ranks = sum(expected.losses), [sum(step.losses) for step in found if step.losses]
     if not of_ranks:
         return ()
-    total = sum(of_ranks)
-    if any(math.isclose(each, one, rel_tol=1e-3) for each in (total, total / len(of_ranks))):
+    total, count = sum(of_ranks), sum(len(step.losses) for step in found)
+    means = total / len(of_ranks), total / count  # of ranks, and of parts of a batch
+    if any(math.isclose(each, one, rel_tol=1e-3) for each in (total, *means)):
         return ()
     shown = ", ".join(f"{each:.4g}" for each in of_ranks)
     return (f"losses: {shown} on ranks, {one:.4g} in one process",)

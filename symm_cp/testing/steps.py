@@ -75,15 +75,19 @@ class Recorder:
                 stack.callback(register(hook).remove)
             yield
 
-    def _note_loss(self, roots: Sequence[torch.Tensor], *_: object) -> None:
-        self._next.losses += [float(_whole(root)) for root in roots if root.numel() == 1]
+    def _note_loss(
+        self, roots: Sequence[torch.Tensor], *_: object, accumulate_grad: bool = False, **__: object
+    ) -> None:
+        # Pipelines call torch.autograd.grad with tensors of no meaning, to learn shapes.
+        if accumulate_grad:
+            self._next.losses += [float(_whole(root)) for root in roots if root.numel() == 1]
 
-    def _note_labels(self, _: object, target: torch.Tensor, *more: Any) -> None:
+    def _note_labels(self, _: object, target: torch.Tensor, *more: Any, **__: object) -> None:
         if not target.is_floating_point():
             ignored = more[2] if len(more) > 2 else -100
             self._next.labels.append(int((_whole(target) != ignored).sum()))
 
-    def _note_norm(self, *_: object, result: Any) -> None:
+    def _note_norm(self, *_: object, result: Any, **__: object) -> None:
         self._next.norms.append(float(_whole(result)))
 
     def _begin(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -119,7 +123,7 @@ def _noting(function: Callable[..., Any], note: Callable[..., None]) -> Callable
     def noting(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            note(*args, **({"result": result} if "result" in signature else {}))
+            note(*args, **kwargs, **({"result": result} if "result" in signature else {}))
         return result
 
     signature = inspect.signature(note).parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.ops.recurrent.recurrence import Summary
 
 OPS = torch.ops.symm_mem
 Results = list[torch.Tensor]
@@ -158,8 +160,46 @@ def experts(group: dist.ProcessGroup) -> Results:
     shapes = (600, 4), (1, 4, 5), (1, 5, 3)
     x, up, down = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     product, routing = symm_cp.moe.dispatch_matmul(x, up, chosen, W, group=group)
-    out = symm_cp.moe.matmul_combine(product, down, None, routing)
+    return of_both_passes(symm_cp.moe.matmul_combine(product, down, None, routing), leaves)
+
+
+def of_both_passes(out: torch.Tensor, leaves: Results) -> Results:
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def recurrence(group: dist.ProcessGroup) -> Results:
+    """A sum of keys times values that decays."""
+
+    def summary(decay: Any, key: torch.Tensor, value: torch.Tensor) -> Summary:
+        return Summary(key * decay.to_end, value, None, (key,))
+
+    def local(decay: Any, before: Any, written: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key @ before + written
+
+    leaves = [torch.randn(1, 6, 2, size, requires_grad=True) for size in (3, 4)]
+    g = -torch.rand(1, 6, 2)
+    out, _ = symm_cp.recurrence(summary, local, leaves, g, group=group, chunk_size=2)
+    return of_both_passes(out, leaves)
+
+
+def rwkv7(group: dist.ProcessGroup) -> Results:
+    r, k, v, a, b = leaves = [torch.randn(1, 6, 2, 3, requires_grad=True) for _ in range(5)]
+    out, _ = symm_cp.rwkv7(r, -torch.rand(1, 6, 2, 3), k, v, a, b, group=group, chunk_size=2)
+    return of_both_passes(out, leaves)
+
+
+def spread_cache_scattered(group: dist.ProcessGroup) -> Results:
+    shapes = (1, 2 * group.size(), 1, 4), (1, 2, 5, 4), (1, 2, 5, 4)
+    query, key, value = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    out, _ = symm_cp.spread_cache_attention(query, key, value, group=group, scatter_heads=True)
+    return of_both_passes(out, leaves)
+
+
+def normed_projection(group: dist.ProcessGroup) -> Results:
+    shapes = (1, 4, 6), (6, 4 * group.size()), (2,)
+    x, weight, norm = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    out = symm_cp.ulysses_projection(x, weight, features=2, norms=norm, group=group)
+    return of_both_passes(out, leaves)
 
 
 _backends: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -211,7 +251,7 @@ ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
         scaled_matmul_scatter, matmul_all_reduce, matmuls_all_reduce,
         attention, attention_backward, attention_ring, ulysses, ulysses_on_a_mesh, low_contention,
         one_shot, two_shot, scatter_out, two_shot_in_place, gather_in_place, experts,
-        backend, backend_async,
+        recurrence, rwkv7, spread_cache_scattered, normed_projection, backend, backend_async,
     )
 }  # fmt: skip
 

@@ -64,15 +64,20 @@ class Careless(torch.Tensor):
     """A subclass that changes nothing."""
 
 
+def _with_storage(x: torch.Tensor) -> torch.Tensor:
+    assert x.nbytes, "an empty tensor has none"
+    return x.clone()
+
+
 def _deleted(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
+    x = _with_storage(x)
     x.untyped_storage().resize_(0)
     return x
 
 
 def _shrunk(x: torch.Tensor) -> torch.Tensor:
     """A tensor whose storage has half the bytes that it needs."""
-    x = x.clone()
+    x = _with_storage(x)
     x.untyped_storage().resize_(x.nbytes // 2)
     return x
 
@@ -286,8 +291,6 @@ LEFT_OUT = (
     "get_remote_tensors",
     "flex_all_gather_attention",
     "flex_all_gather_attention_backward",
-    # Gets what its forward op has saved, and gradients that autograd has checked.
-    "_project_normed_to_heads_backward",
     *(op.name for op in gpu_only.OPS),
 )
 

@@ -36,6 +36,10 @@ NAMES = {
     "two_shot_in_place": "two_shot_all_reduce_",
     "gather_in_place": "all_gather_matmul",
     "experts": "(route_to_experts|dispatch_(grouped_)?matmul|(grouped_)?matmul_combine)",
+    "recurrence": "(recurrence|delta_rule)",
+    "rwkv7": "(rwkv7|delta_rule)",
+    "spread_cache_scattered": "spread_cache_attention",
+    "normed_projection": "(project_(normed_)?to_heads|ulysses_projection|exchange_heads)",
     "backend": "(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier)",
     "backend_async": "(barrier|all_reduce|all_gather|send|recv)",
 }

@@ -199,6 +199,7 @@ def test_all_ops_run_in_a_fake_group(ranks: Ranks) -> None:
     assert not outcome.failure, outcome.failure
     assert set(outcome.result) == {name for name in OPS if re.search(ON_PEERS, name)}
     assert "exchanges nothing" in outcome.result["get_remote_tensors"]
+    assert not [text for text in outcome.result.values() if "INTERNAL ASSERT" in text]
 
 
 def refused_by_one(group: dist.ProcessGroup) -> None:

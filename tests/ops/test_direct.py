@@ -269,7 +269,6 @@ def test_a_call_never_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(module, "_calls", {})
     module._glue.cache_clear()
     try:
-        op = torch.ops.symm_mem.fused_matmul_all_reduce.default
-        assert direct("fused_matmul_all_reduce") is op
+        assert direct("fused_matmul_all_reduce").__module__ == "symm_cp.ops.spmd"  # in Python
     finally:
         module._glue.cache_clear()

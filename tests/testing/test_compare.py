@@ -283,6 +283,26 @@ def test_losses_that_make_up_no_whole_are_noted(losses: list[float], noted: int)
     assert len(found.notes) == 1 + noted
 
 
+def test_losses_of_microbatches_make_up_a_mean() -> None:
+    """The last stage of a pipeline has them all."""
+    found = compared([Step(losses=[2.0])], [[Step()], [Step(losses=[1.5, 2.5])]])
+    assert found.equal
+    assert len(found.notes) == 1
+
+
+@pytest.mark.parametrize(("cut", "padding"), [(4, 0), (5, 1), (6, 0)])
+def test_parts_of_flat_parameters(cut: int, padding: int) -> None:
+    """FSDP1 cuts them anywhere; the last part is padded."""
+    whole = torch.arange(6.0)
+    parts = [whole[:cut], torch.cat([whole[cut:], torch.full((padding,), 7.0)])]
+    one = [Step(grads={"weight": whole.view(2, 3)})]
+    assert compared(one, [[Step(grads={"weight": part})] for part in parts]).equal
+    wrong = [parts[0], parts[1] + 1] if cut < 6 else [parts[0] + 1, parts[1]]
+    found = compared(one, [[Step(grads={"weight": part})] for part in wrong])
+    assert found.difference is not None
+    assert "gradient of weight: differs by" in found.difference
+
+
 def test_fewer_steps_are_a_difference() -> None:
     assert "one process made 1 optimizer steps, ranks [0, 1]" in str(
         compared([Step()], [[Step()], []])
@@ -313,7 +333,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [
-        ("mean", 0, "2 ranks, float64: equal to one process"),
+        ("mean", 0, "1 and 2 ranks, float64, gradients, norms"),
         ("sum", 1, "is 2 times that of one process"),
         ("", 1, "the script ended with exit code"),
     ],

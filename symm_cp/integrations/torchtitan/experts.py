@@ -56,7 +56,7 @@ class SymmTokenDispatcher(AllToAllTokenDispatcher):
             )
         if spmd_types.is_type_checking():
             raise NotImplementedError(
-                f"{type(self).__name__}: the ops of symm_cp have no rules for spmd_types: turn its "
+                f"{type(self).__name__}: its functions have no rules for spmd_types: turn its "
                 "type checking off"
             )
         rows, routing = moe.dispatch(x_TD, topk_expert_ids_TK, self.num_experts, group=self.ep_mesh)

@@ -152,6 +152,12 @@ def _scatter_backward(
 declare(
     Op(
         name=_GATHER,
+        types=(
+            lambda t, key, value, seq_dim, **_: (
+                t.all_gather(key, seq_dim),
+                t.all_gather(value, seq_dim),
+            )
+        ),
         schema=(
             f"(Tensor key, Tensor value, int seq_dim, str group_name, {SIZES}) -> (Tensor, Tensor)"
         ),
@@ -164,6 +170,12 @@ declare(
     ),
     Op(
         name=_SCATTER,
+        types=(
+            lambda t, grad_key, grad_value, seq_dim, **_: (
+                t.reduce_scatter(grad_key, seq_dim),
+                t.reduce_scatter(grad_value, seq_dim),
+            )
+        ),
         schema=(
             "(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name, "
             f"{SIZES}) -> (Tensor, Tensor)"

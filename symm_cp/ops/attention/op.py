@@ -179,9 +179,37 @@ def _example(on: Caller, tensors: int) -> list[torch.Tensor]:
     return [on.rand(1, 2, 4, 8) for _ in range(tensors)]
 
 
+def attention_types(
+    t: Any, query: Any, key: Any, value: Any, method: str = "allgather", **rest: Any
+) -> Any:
+    """Describes attention of shards of a sequence; masks and other options are not checked."""
+    t.ignore(rest)
+    by_heads = method == "ulysses"
+    if by_heads:
+        query, key, value = [t.all_to_all(x, _SEQUENCE, _HEADS) for x in (query, key, value)]
+    else:
+        query = t.shard(query, _SEQUENCE)
+        key, value = t.all_gather(key, _SEQUENCE), t.all_gather(value, _SEQUENCE)
+    out = t.local("attend({}, {}, {})", "bhq_,bh__,bh_e->bhqe", query, key, value)
+    logsumexp = t.local("", "bhq_,bh__->bhq", query, key)
+    if by_heads:
+        return t.all_to_all(out, _HEADS, _SEQUENCE), t.all_to_all(logsumexp, _HEADS, _SEQUENCE)
+    return out, logsumexp
+
+
+def types_of_gradient(t: Any, key: Any, value: Any, method: str = "allgather", **_: Any) -> Any:
+    """Names the collectives of the gradient of attention."""
+    if method == "ulysses":
+        return [t.all_to_all(x, _HEADS, _SEQUENCE) for x in ("query", key, value)]
+    gathered = t.all_gather(key, _SEQUENCE), t.all_gather(value, _SEQUENCE)
+    return [t.reduce_scatter(x, _SEQUENCE) for x in gathered]
+
+
+_HEADS, _SEQUENCE = 1, 2  # dimensions
 declare(
     Op(
         name=_FORWARD,
+        types=attention_types,
         schema=(
             f"(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
             " -> (Tensor out, Tensor logsumexp)"
@@ -198,6 +226,7 @@ declare(
     # ops with optional results.
     Op(
         name=_BACKWARD,
+        types=types_of_gradient,
         schema=(
             "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
             f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "

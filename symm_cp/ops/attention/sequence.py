@@ -57,6 +57,7 @@ def _gather_fake(
 declare(
     Op(
         name=_GATHER,
+        types=lambda t, shard, layouts, **_: (t.ignore(layouts), t.all_gather(shard, 1))[1],
         schema="(Tensor shard, Tensor layouts, SymInt length, str group_name) -> Tensor",
         kernel=_gather_kernel,
         fake=_gather_fake,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -286,9 +286,20 @@ class Merged:
 
 
 _kernel, _fake = kernel_and_fake(_spread_cache_attention)
+
+
+def cache_types(t: Any, query: Any, key: Any, value: Any, **rest: Any) -> Any:
+    """Describes attention of all heads to a cache that is spread along its positions."""
+    t.ignore(rest)
+    text = "attend({}: R, {}, {}) -> R"
+    out = t.from_shards(text, "bhq_,bh__,bh_e->bhqe", query, key, value, dim=2)
+    return out, t.local("", "bhqe->bhq", out)
+
+
 declare(
     Op(
         name=_OP,
+        types=cache_types,
         schema=(
             "(Tensor query, Tensor key, Tensor value, str group_name, Tensor? mask=None, "
             "Tensor? key_positions=None, SymInt? first_query=None, SymInt? window_left=None, "

@@ -21,6 +21,7 @@ from symm_cp.ops.attention.spread_cache import (
     Merged,
     additive_mask,
     attend,
+    cache_types,
     check_arguments,
     first_query_text,
 )
@@ -76,6 +77,7 @@ def _fake(
     check=_check,
     fake=_fake,
     gradient=BackwardOp(_BACKWARD, once=True),
+    types=lambda t, **named: [t.part(x, 1) for x in cache_types(t, **named)],
     autocast=autocast.cast_query_key_value,
     example=lambda on: arguments(*_example(on), on.group_name),
     free=FREE,
@@ -161,6 +163,7 @@ def _fake_backward(
     check=_check_backward,
     fake=_fake_backward,
     gradient=NoGradient("second derivatives of spread_cache_attention are not supported"),
+    types=lambda t, grad_out, **_: t.all_gather(grad_out, 1),
     autocast=autocast.as_they_are,
     example=lambda on: arguments(
         on.rand(1, 2, 2, 5), None, *_example(on), on.rand(1, 2, 2, 5),

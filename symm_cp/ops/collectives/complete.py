@@ -41,6 +41,7 @@ from symm_cp.ops.op import (
     declared_op,
     untouched,
 )
+from symm_cp.ops.types import no_types
 
 _ALL_REDUCE = "one_shot_all_reduce"
 _ALL_REDUCE_COPY = "one_shot_all_reduce_copy"
@@ -180,6 +181,7 @@ def _native(
         "gradient": NO_GRADIENT,
         "vmap": LEFT_TO_TORCH,
         "native": True,
+        "types": _summed_types,
         **parts,
     }
     return Op(
@@ -191,6 +193,17 @@ def _native(
         cpu_only=True,
         **parts,
     )
+
+
+def _summed_types(t: Any, reduce_op: Any, **named: Any) -> Any:
+    x = named.pop("input" if "input" in named else "local_input")
+    t.ignore(named)
+    return t.all_reduce(x, reduce_op)
+
+
+def _scattered_types(t: Any, input: Any, split_last_dim: Any, **named: Any) -> Any:
+    t.ignore(named)
+    return t.reduce_scatter(input, -1 if split_last_dim is True else 0)
 
 
 def _summed(on: Caller) -> Arguments:
@@ -243,6 +256,7 @@ declare(
     ),
     _native(
         _SCATTER_OUT,
+        types=_scattered_types,
         example=lambda on: _scattered_example(on, torch.empty(4, 6)),
         **into_output(_SCATTER_OUT, "output", _reduce_scatter_fake, _scattered),
     ),
@@ -266,6 +280,7 @@ declare(
         "_reduce_scatter",
         _reduce_scatter_fake,
         _scattered_example,
+        types=_scattered_types,
         schema="(Tensor input, str group_name, bool split_last_dim) -> Tensor",
         **_FOR_COMPILER,
     ),
@@ -275,6 +290,7 @@ declare(
         _remote_example,
         kernel=_get_remote_tensors_cpu,
         gradient=NoGradient("the result has no autograd link to x"),
+        types=no_types("it returns memory of peers"),
         native=False,
         torchs_fake="_get_remote_tensors_meta",
     ),

@@ -34,6 +34,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
+from symm_cp.ops.types import no_types
 
 _MULTIMEM = "multimem_one_shot_all_reduce"
 _GATHER = "multimem_all_gather_out"
@@ -130,9 +131,12 @@ def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
 # --- declarations ----------------------------------------------------------------------------
 
 
+_NO_TYPES = no_types("it is for programs of GPUs, which name their memory")
+
+
 def _op(name: str, example: Callable[[Caller], Arguments], **parts: Any) -> Op:
     """An op that breaks the graph of a compiler, unless `fake` is given."""
-    parts = {"fake": breaks_graph(name), **parts}
+    parts = {"fake": breaks_graph(name), "types": _NO_TYPES, **parts}
     return Op(
         name=name, schema=TORCHS, kernel=refusing(name), example=example, gradient=NO_GRADIENT,
         autocast=untouched, vmap=LEFT_TO_TORCH, native=True, cpu_only=True, **parts,

@@ -44,8 +44,10 @@ from symm_cp.ops.op import (
     Op,
     arguments,
     declare,
+    shows_types,
     untouched,
 )
+from symm_cp.ops.spmd import checks_types
 from symm_cp.tensors.shards import Split
 
 _GATHER = "_low_contention_all_gather"
@@ -183,7 +185,18 @@ def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return gathered, *(None,) * (2 + len(ctx.uneven))
 
 
+def _gather_types(t: Any, tensor: Any, **rest: Any) -> Any:
+    t.ignore(rest)
+    return t.all_gather(tensor, 0)
+
+
+def _scatter_types(t: Any, tensor: Any, reduce_op: Any, **rest: Any) -> Any:
+    t.ignore(rest)
+    return t.reduce_scatter(tensor, 0, reduce_op)
+
+
 _GATHER_OP = Op(
+    types=_gather_types,
     name=_GATHER,
     schema=TORCHS,
     kernel=_all_gather,  # csrc/ops/low_contention.cpp serves CPU tensors
@@ -198,6 +211,7 @@ _GATHER_OP = Op(
 )
 _SCATTER_OP = replace(
     _GATHER_OP,
+    types=_scatter_types,
     name=_SCATTER,
     kernel=_reduce_scatter,
     fake=_reduce_scatter_fake,  # torch's fake kernel averages, which fails for integers
@@ -276,6 +290,12 @@ def _start_scatter(
     return scattered
 
 
+def _waiting(started: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that waits at its first use; one with types has been waited for."""
+    return started if checks_types() else funcol._maybe_wrap_tensor(started)
+
+
+@shows_types(_GATHER, {"tensor": "shard"})
 def low_contention_all_gather(
     shard: torch.Tensor, *, group: GroupLike, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
@@ -297,9 +317,10 @@ def low_contention_all_gather(
     sizes that do not fit, `RuntimeError` when a peer fails or disagrees. Source: torch's
     `symm_mem::_low_contention_all_gather`.
     """
-    return funcol._maybe_wrap_tensor(_start_gather(shard, group, sizes))
+    return _waiting(_start_gather(shard, group, sizes))
 
 
+@shows_types(_SCATTER)
 def low_contention_reduce_scatter(
     tensor: torch.Tensor,
     *,
@@ -324,4 +345,4 @@ def low_contention_reduce_scatter(
     errors as for `low_contention_all_gather`; `TypeError` for a dtype that cannot be reduced.
     Source: torch's `symm_mem::_low_contention_reduce_scatter`.
     """
-    return funcol._maybe_wrap_tensor(_start_scatter(tensor, reduce_op, group, sizes))
+    return _waiting(_start_scatter(tensor, reduce_op, group, sizes))

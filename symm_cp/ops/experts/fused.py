@@ -16,7 +16,7 @@ Source: expert parallelism (GShard, 2020); `torch.nn.functional.grouped_mm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +37,7 @@ from symm_cp.ops.experts.products import (
     multiply,
 )
 from symm_cp.ops.experts.table import Table
-from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
+from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, shows_types
 from symm_cp.tensors.results import new_result
 
 DISPATCH_MATMUL = "fused_dispatch_grouped_matmul"
@@ -142,9 +142,28 @@ def _matmul_combine_fake(
 # --- declarations ----------------------------------------------------------------------------
 
 
+def _dispatch_types(t: Any, tokens: Any, weights: Any, table: Any, **_: Any) -> Any:
+    t.ignore(table)
+    rows = t.varying("rows of {}", "_d->_d", tokens, "all_to_all_single")
+    return rows, [_product_types(t, rows, weight) for weight in weights]
+
+
+def _combine_types(t: Any, rows: Any, weights: Any, table: Any, factors: Any, **_: Any) -> Any:
+    t.ignore(table, factors)
+    products = [_product_types(t, x, weight) for x, weight in zip(rows, weights, strict=True)]
+    for each in products[1:]:
+        products[0] = t.local("{} + {}", "_n,_n->_n", products[0], each, linear_in=((0, 1),))
+    return t.varying("tokens of {}", "_n->_n", products[0], "all_to_all_single")
+
+
+def _product_types(t: Any, rows: Any, weight: Any) -> Any:
+    return t.local("{} @ {}", "_k,_kn->_n", rows, weight)
+
+
 declare(
     Op(
         name=DISPATCH_MATMUL,
+        types=_dispatch_types,
         schema=(
             "(Tensor tokens, Tensor[] weights, Tensor table, SymInt rows, int top_k, "
             "int num_experts, str group_name) -> (Tensor, Tensor[])"
@@ -167,6 +186,7 @@ declare(
     ),
     Op(
         name=MATMUL_COMBINE,
+        types=_combine_types,
         schema=(
             "(Tensor[] rows, Tensor[] weights, Tensor? factors, Tensor table, int top_k, "
             "int num_experts, str group_name) -> Tensor"
@@ -233,6 +253,7 @@ def dispatch_matmul(
 
 
 @names_op("matmul_combine", instead_of=MATMUL_COMBINE)
+@shows_types(MATMUL_COMBINE)
 def matmul_combine(
     rows: torch.Tensor | Sequence[torch.Tensor],
     expert_weights: torch.Tensor | Sequence[torch.Tensor],

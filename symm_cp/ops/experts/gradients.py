@@ -261,6 +261,7 @@ _ONCE = NoGradient("second derivatives of grouped matmuls are not supported")
 declare(
     Op(
         name=_OF_DISPATCH,
+        types=lambda t, **_: t.varying("rows", "_->_", "rows", "all_to_all_single"),
         schema=(
             "(Tensor rows, Tensor[] grads, Tensor[] weights, Tensor? grad_rows, Tensor table, "
             "int top_k, int num_experts, str group_name, bool of_tokens, bool of_weights)"
@@ -288,6 +289,7 @@ declare(
     ),
     Op(
         name=_OF_COMBINE,
+        types=lambda t, **_: t.varying("grad", "_->_", "grad", "all_to_all_single"),
         schema=(
             "(Tensor grad, Tensor[] rows, Tensor[] weights, Tensor? factors, Tensor table, "
             "int top_k, int num_experts, str group_name, bool of_weights)"

@@ -29,6 +29,7 @@ from symm_cp.ops.op import (
     Op,
     arguments,
     declare,
+    shows_types,
     untouched,
 )
 from symm_cp.tensors.dtypes import wide
@@ -260,9 +261,25 @@ def example_table(on: Caller) -> torch.Tensor:
     return torch.tensor([2] * on.world_size**2 + list(range(2 * on.world_size)))
 
 
+def _route_types(t: Any, experts: Any, **_: Any) -> Any:
+    table = t.varying("route of {}", "__->_", experts, "all_gather_into_tensor")
+    return table, t.local("", "_->_", table)
+
+
+def _dispatch_types(t: Any, tokens: Any, table: Any, **_: Any) -> Any:
+    t.ignore(table)
+    return t.varying("rows of {}", "_d->_d", tokens, "all_to_all_single")
+
+
+def _combine_types(t: Any, rows: Any, weights: Any, table: Any, **_: Any) -> Any:
+    t.ignore(weights, table)
+    return t.varying("tokens of {}", "_d->_d", rows, "all_to_all_single")
+
+
 declare(
     Op(
         name=_ROUTE,
+        types=_route_types,
         schema=(
             "(Tensor experts, int num_experts, SymInt? capacity, str group_name)"
             " -> (Tensor, Tensor)"
@@ -280,6 +297,7 @@ declare(
     ),
     Op(
         name=DISPATCH,
+        types=_dispatch_types,
         schema=(
             "(Tensor tokens, Tensor table, SymInt rows, int top_k, int num_experts, str group_name)"
             " -> Tensor"
@@ -301,6 +319,7 @@ declare(
     ),
     Op(
         name=COMBINE,
+        types=_combine_types,
         schema=(
             "(Tensor rows, Tensor? weights, Tensor table, int top_k, int num_experts, "
             "str group_name) -> Tensor"
@@ -359,6 +378,7 @@ def route(
 
 
 @entry_point()
+@shows_types(DISPATCH)
 def dispatch(
     tokens: torch.Tensor,
     experts: torch.Tensor,
@@ -397,6 +417,7 @@ def dispatch(
     return sent, routing
 
 
+@shows_types(COMBINE)
 def combine(rows: torch.Tensor, weights: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Brings the results of experts back to their tokens, and adds them up.
 

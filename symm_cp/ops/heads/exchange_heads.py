@@ -286,6 +286,11 @@ def _backward(
     return results
 
 
+def _types(t: Any, tensors: Any, to_heads: Any, **_: Any) -> Any:
+    source, to = (2, 1) if to_heads else (1, 2)
+    return [t.all_to_all(x, source, to) for x in tensors]
+
+
 declare(
     Op.backward(
         "_exchange_heads_backward",
@@ -295,6 +300,7 @@ declare(
     ),
     Op(
         name=OP,
+        types=_types,
         schema=f"{_ARGUMENTS} -> Tensor[]",
         kernel=_kernel,
         fake=exchange_fake,

@@ -29,11 +29,13 @@ from symm_cp.ops.heads.projection import (
     PROJECT,
     Projection,
     flat,
+    project_types,
     projected,
     rows_of,
 )
 from symm_cp.ops.op import BackwardOp, Caller, NoGradient, arguments
 from symm_cp.ops.recipe import own_op
+from symm_cp.runtime.exchange import exchanged
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
@@ -226,12 +228,19 @@ def _fake(
     return heads, x.new_empty(x.shape[0] * x.shape[1] * width)
 
 
+def _types(t: Any, norms: Any, cos: Any, sin: Any, **named: Any) -> Any:
+    t.ignore(norms, cos, sin)
+    heads = project_types(t, **named)
+    return heads, t.local("", "bhs_->_", heads[0])
+
+
 @own_op(
     f"{PROJECT_NORMED}(Tensor x, Tensor[] weights, Tensor[] biases, {_SHAPING}, {OPTIONS})"
     " -> (Tensor[] heads, Tensor products)",
     check=_check,
     fake=_fake,
     gradient=BackwardOp(_BACKWARD, once=True),
+    types=_types,
     example=lambda on: arguments(*_example(on), on.group_name),
     internal=True,  # `products` has no gradient
 )
@@ -306,6 +315,7 @@ def _fake_backward(
     check=_check_backward,
     fake=_fake_backward,
     gradient=NoGradient("second derivatives of ulysses_projection with norms are not supported"),
+    types=lambda t, some_grads, **_: [t.all_to_all(grad, 1, 2) for grad in some_grads],
     autocast=autocast.as_they_are,
     example=lambda on: _example_backward(on),
     internal=True,
@@ -315,8 +325,20 @@ def _project_backward(
     products: torch.Tensor, needed: list[bool], *others: Any,
 ) -> Tensors:  # fmt: skip
     shaping, options = _divided(others)
+    tables = shaping.tables(x)
     of_products = _grads_of_products(call, some_grads, x, weights, biases, shaping, options)
-    tables, columns, rows = shaping.tables(x), shaping.columns(weights), rows_of(x)
+    with exchanged():
+        found = _gradients(of_products, x, weights, biases, products, needed, shaping, tables)
+        return [grad if want else _none(x) for grad, want in zip(found, needed, strict=True)]
+
+
+def _gradients(
+    of_products: Tensors, x: torch.Tensor, weights: Tensors, biases: Tensors,
+    products: torch.Tensor, needed: list[bool], shaping: Shaping,
+    tables: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Tensors:  # fmt: skip
+    """Returns the gradients of the forward op's tensors, given those of its products."""
+    columns, rows = shaping.columns(weights), rows_of(x)
     of_x: torch.Tensor | None = None
     of_weights, of_biases, of_norms = Tensors(), Tensors(), Tensors()
     for index, (weight, grad) in enumerate(zip(weights, of_products, strict=True)):
@@ -334,11 +356,10 @@ def _project_backward(
         of_weights.append(rows.mT @ grad if needed[1 + index] else _none(x))
         if biases:
             of_biases.append(grad.sum(0))
-    found = [
+    return [
         _none(x) if of_x is None else of_x.view(x.shape), *of_weights, *of_biases, *of_norms,
         *(_none(x) for table in (shaping.cos, shaping.sin) if table is not None),
     ]  # fmt: skip
-    return [grad if want else _none(x) for grad, want in zip(found, needed, strict=True)]
 
 
 def _none(like: torch.Tensor) -> torch.Tensor:

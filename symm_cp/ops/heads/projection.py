@@ -24,6 +24,7 @@ from symm_cp.ops.heads.packing import HeadExchange
 from symm_cp.ops.matmul.operands import check_matrices, check_multiplied
 from symm_cp.ops.matmul.products import Sum
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
+from symm_cp.ops.types import sum_of_products
 from symm_cp.runtime.calls import ExchangeCall
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import viewing
@@ -343,9 +344,28 @@ def _options_of(options: Sequence[Any], index: int, count: int) -> list[Any]:
     return [group_name, ranges, *others]
 
 
+def project_types(t: Any, x: Any, weights: Any, biases: Any, **_: Any) -> Any:
+    """Describes a projection of a part of the sequence, and the exchange for heads."""
+    results = []
+    for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
+        product = t.local("{} @ {}", "bsk,kn->bns_", x, weight, linear_in=(0, 1))
+        if bias is not None:
+            product = t.local("{} + {}", "bns_,n->bns_", product, bias)
+        results.append(t.all_to_all(product, 2, 1))
+    return results
+
+
+def _collect_types(t: Any, tensors: Any, weights: Any, **_: Any) -> Any:
+    local = [
+        t.local("heads of {}", "bhs_->bsh", t.all_to_all(x, 1, 2), linear_in=(0,)) for x in tensors
+    ]
+    return sum_of_products(t, local, weights, None), local
+
+
 declare(
     Op(
         name=PROJECT,
+        types=project_types,
         schema=(
             f"(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {OPTIONS})"
             " -> Tensor[]"
@@ -363,6 +383,7 @@ declare(
     # Also returns the factors: all heads of this rank's positions, (B, s, H * E) of each tensor.
     Op(
         name=COLLECT,
+        types=_collect_types,
         schema=f"(Tensor[] tensors, Tensor[] weights, {OPTIONS}) -> (Tensor, Tensor[])",
         kernel=_collect_kernel,
         fake=_collect_fake,

@@ -42,6 +42,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, untouched
+from symm_cp.ops.types import sum_of_products
 from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import AllReduceCall
 from symm_cp.tensors.results import contiguous, new_result
@@ -256,10 +257,22 @@ def _scaled_matmul_all_reduce(
 _matmul_all_reduce_kernel, _matmul_all_reduce_fake = kernel_and_fake(_matmul_all_reduce)
 _matmuls_all_reduce_kernel, _matmuls_all_reduce_fake = kernel_and_fake(_matmuls_all_reduce)
 _scaled_kernel, _scaled_fake = kernel_and_fake(_scaled_matmul_all_reduce)
+
+
+def _types(t: Any, A: Any, B: Any, reduce_op: Any, bias: Any = None, **rest: Any) -> Any:
+    t.ignore(rest)
+    return t.add(t.all_reduce(t.matmul(A, B), reduce_op), bias)
+
+
+def _types_of_sum(t: Any, As: Any, Bs: Any, reduce_op: Any, bias: Any, **rest: Any) -> Any:
+    return t.add(t.all_reduce(sum_of_products(t, As, Bs, rest["addend"]), reduce_op), bias)
+
+
 declare(
     Op(
         name=ALL_REDUCE,
         schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
+        types=_types,
         kernel=_matmul_all_reduce_kernel,
         fake=_matmul_all_reduce_fake,
         gradient=BackwardOp(f"_{ALL_REDUCE}_backward"),
@@ -275,6 +288,7 @@ declare(
             "(Tensor[] As, Tensor[] Bs, Tensor? addend, Tensor? bias, str reduce_op, "
             "str group_name) -> Tensor"
         ),
+        types=_types_of_sum,
         kernel=_matmuls_all_reduce_kernel,
         fake=_matmuls_all_reduce_fake,
         gradient=ALL_REDUCED_SUM_GRADIENT,
@@ -292,6 +306,7 @@ declare(
             "str group_name, Tensor? bias=None, Tensor? result_scale=None, "
             "ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor"
         ),
+        types=_types,
         kernel=_scaled_kernel,
         fake=_scaled_fake,
         gradient=NO_GRADIENT,

@@ -329,6 +329,7 @@ declare(
     ),
     Op(
         name=_WEIGHT_GRAD,
+        types=lambda t, A_shard, gather_dim, **_: t.all_gather(A_shard, gather_dim),
         schema=(
             "(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
             f"{SIZES}, bool transposed=False) -> Tensor[]"
@@ -345,6 +346,7 @@ declare(
     ),
     Op(
         name=_BACKWARD,
+        types=lambda t, grad, scatter_dim, **_: t.all_gather(grad, scatter_dim),
         schema=(
             "(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, "
             f"bool need_a, bool need_b, {SIZES}) -> (Tensor, Tensor)"

@@ -40,6 +40,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, BackwardOp, Op, arguments, declare
+from symm_cp.ops.types import products_of_gathered
 from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import Consume, GatherCall, GatherIntoCall
 from symm_cp.tensors.alignment import ALIGN, aligned
@@ -396,6 +397,7 @@ def all_gather_matmul_fake(
 
 _GATHER_OP = Op(
     name=GATHER,
+    types=products_of_gathered,
     schema=TORCHS,
     kernel=all_gather_matmul_kernel,
     fake=all_gather_matmul_fake,

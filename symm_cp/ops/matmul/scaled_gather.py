@@ -223,7 +223,16 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
     )  # fmt: skip
 
 
+def _types(t: Any, A: Any, Bs: Any, gather_dim: Any, biases: Any, **rest: Any) -> Any:
+    t.ignore(rest)
+    gathered = t.all_gather(A, gather_dim)
+    added = biases or [None] * len(Bs)
+    products = [t.add(t.matmul(gathered, B), b) for B, b in zip(Bs, added, strict=True)]
+    return gathered, products
+
+
 _SCALED_GATHER_OP = Op(
+    types=_types,
     name=SCALED_GATHER,
     schema=TORCHS,
     kernel=all_gather_scaled_matmul_kernel,

@@ -230,7 +230,13 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
     )  # fmt: skip
 
 
+def _types(t: Any, A: Any, B: Any, reduce_op: Any, orig_scatter_dim: Any, **rest: Any) -> Any:
+    t.ignore(rest)
+    return t.reduce_scatter(t.matmul(A, B), orig_scatter_dim, reduce_op)
+
+
 _SCALED_SCATTER_OP = Op(
+    types=_types,
     name=SCALED_SCATTER,
     schema=TORCHS,
     kernel=scaled_matmul_reduce_scatter_kernel,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -42,6 +43,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
+from symm_cp.ops.types import sum_of_products
 from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import ScatterCall
 from symm_cp.tensors.dtypes import real
@@ -189,7 +191,17 @@ def _matmuls_scattered(
 matmul_reduce_scatter_kernel, matmul_reduce_scatter_fake = kernel_and_fake(_matmul_scattered)
 matmuls_reduce_scatter_kernel, matmuls_reduce_scatter_fake = kernel_and_fake(_matmuls_scattered)
 
+
+def _types(t: Any, A: Any, B: Any, reduce_op: Any, scatter_dim: Any, **rest: Any) -> Any:
+    return t.reduce_scatter(t.matmul(A, B), scatter_dim, reduce_op)
+
+
+def _types_of_sum(t: Any, As: Any, Bs: Any, scatter_dim: Any, reduce_op: Any, **rest: Any) -> Any:
+    return t.reduce_scatter(sum_of_products(t, As, Bs, rest["addend"]), scatter_dim, reduce_op)
+
+
 _SCATTER_OP = Op(
+    types=_types,
     name=SCATTER,
     schema=TORCHS,
     kernel=matmul_reduce_scatter_kernel,
@@ -214,6 +226,7 @@ declare(
     ),
     Op(
         name=SUM,
+        types=_types_of_sum,
         schema=(
             "(Tensor[] As, Tensor[] Bs, Tensor? addend, str reduce_op, int scatter_dim, "
             f"str group_name, {SIZES}) -> Tensor"

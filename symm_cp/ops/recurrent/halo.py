@@ -206,9 +206,18 @@ def _add_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return padded, *(None,) * (4 + len(ctx.uneven))
 
 
+def _types(t: Any, x: Any, dim: Any, **_: Any) -> Any:
+    labels = list("abcdefgh"[: getattr(x, "ndim", 1)])
+    if isinstance(dim, int):
+        labels[dim] = "_"
+    equation = "".join(labels)
+    return t.varying("{} with its halo", f"{equation}->{equation}", x, "all_to_all_single")
+
+
 declare(
     Op(
         name=_EXCHANGE,
+        types=_types,
         schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor",
         kernel=_exchange_kernel,
         fake=_exchange_fake,
@@ -219,6 +228,7 @@ declare(
     ),
     Op(
         name=_ADD,
+        types=lambda t, padded, dim, **_: t.varying("{}", "...->...", padded, "all_to_all_single"),
         schema=f"(Tensor padded, {_ARGUMENTS}) -> Tensor",
         kernel=_add_kernel,
         fake=_add_fake,

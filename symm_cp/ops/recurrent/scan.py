@@ -133,9 +133,15 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return total, (total * begun.conj()).sum_to_size(transition.shape), None, None, None
 
 
+def _types(t: Any, state: Any, transition: Any, **_: Any) -> Any:
+    t.ignore(transition)
+    return t.varying("states before {}", "...->...", state, "all_gather_into_tensor")
+
+
 declare(
     Op(
         name=_OP,
+        types=_types,
         schema=(
             "(Tensor state, Tensor transition, bool matrices, bool reverse, str group_name)"
             " -> Tensor"

@@ -244,9 +244,20 @@ def _backward(
     return grad_keys, grad_erased, total_written, grad_decay, None, None, None
 
 
+_COLLECTIVE = "all_gather_into_tensor"
+
+
+def _types(t: Any, keys: Any, erased: Any, values: Any, decay: Any, **rest: Any) -> Any:
+    t.ignore(erased, decay, rest)
+    keys = t.varying("{}", "bc_k->bc_k", keys, _COLLECTIVE)
+    written = t.local("states({}, {})", "bc_k,bc_v->bc_v", keys, values)
+    return written, t.local("", "bc_k,bc_v->b_kv", keys, values)
+
+
 declare(
     Op(
         name=_STATES,
+        types=_types,
         schema=(
             "(Tensor keys, Tensor? erased, Tensor values, Tensor decay, Tensor? agreed, "
             "SymInt[] counts, str group_name) -> (Tensor, Tensor)"
@@ -264,6 +275,7 @@ declare(
     ),
     Op(
         name=_GRADS,
+        types=lambda t, grad_states, **_: t.varying("{}", "...->...", grad_states, _COLLECTIVE),
         schema=(
             "(Tensor grad_written, Tensor grad_states, Tensor keys, Tensor? erased, Tensor decay, "
             "SymInt[] counts, str group_name) -> (Tensor, Tensor)"

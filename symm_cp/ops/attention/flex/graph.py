@@ -28,6 +28,7 @@ from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers,
 from symm_cp.ops.attention.flex.op import check_flex, flex_attention_of, flex_backward
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.attention.mesh_calls import propagates_failure
+from symm_cp.ops.attention.op import attention_types, types_of_gradient
 from symm_cp.ops.attention.options import FLEX_OPTIONS, ScoreOptions
 from symm_cp.ops.attention.pipeline import Grad, ScoreTerms, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
@@ -314,6 +315,7 @@ def _example(on: Caller) -> tuple[Any, ...]:
 declare(
     Op(
         name=_FORWARD,
+        types=attention_types,
         schema=(
             f"(Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
             " -> (Tensor, Tensor)"
@@ -329,6 +331,7 @@ declare(
     # `wanted`: whether to compute the gradients of each score tensor, of sinks and of bias.
     Op(
         name=_BACKWARD,
+        types=types_of_gradient,
         schema=(
             "(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
             f"Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"

@@ -8,6 +8,7 @@ import time
 import unittest.mock
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -71,28 +72,29 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
 
 
 def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
-    """Rank 0's stream finishes its part of two ops before the other ranks begin the first."""
+    """Rank 0's stream finishes its part of eight ops before the other ranks begin the first."""
     rank, W, store = group.rank(), group.size(), dist.distributed_c10d._get_default_store()
     key = f"rank 0 went on {mode}"
     with simulation(**mode) as made:
         for _ in range(2):  # makes the workspaces, then uses both slots
             wait(all_gather(torch.ones(2, 2), group.group_name))
             wait(reduce_scatter(torch.ones(W, 2), "sum", group.group_name))
-        rows, full = stacked(group, 3, 5), stacked(group, W * 2, 3)
+        rows, full = stacked(group, 4, 3, 5), stacked(group, 4, W * 2, 3)
         if rank != 0:
-            store.wait([key])
-        shard, whole = rows[rank].clone(), full[rank].clone()
-        gathered = all_gather(shard, group.group_name)
-        scattered = reduce_scatter(whole, "sum", group.group_name)
-        stream = made.streams("async")[0]
-        if stream:  # or it is the calling thread, and has done all
-            made.library.simulated_drain(stream)
-        shard.fill_(torch.nan)
-        whole.fill_(torch.nan)
+            store.wait([key], timedelta(seconds=20))
+        begun = []
+        for turn in range(4):  # more calls than there are slots
+            shard, whole = rows[rank, turn].clone(), full[rank, turn].clone()
+            gathered = all_gather(shard, group.group_name)
+            begun.append((gathered, reduce_scatter(whole, "sum", group.group_name)))
+            made.library.simulated_drain(made.current_stream())
+            shard.fill_(torch.nan)
+            whole.fill_(torch.nan)
         if rank == 0:
             store.set(key, "")
-        assert torch.equal(wait(gathered), rows.flatten(0, 1))
-        torch.testing.assert_close(wait(scattered), full.sum(0).chunk(W)[rank])
+        for turn, (gathered, scattered) in enumerate(begun):
+            assert torch.equal(wait(gathered), rows[:, turn].flatten(0, 1))
+            torch.testing.assert_close(wait(scattered), full[:, turn].sum(0).chunk(W)[rank])
 
 
 def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks) -> None:

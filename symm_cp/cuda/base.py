@@ -43,8 +43,11 @@ from symm_cp.tensors.alignment import debug_offset
 
 T = TypeVar("T")
 
-#: The channel of the self-test's workspaces; the self-test itself limits their waits.
+#: The channel of the self-test's workspaces; the self-test itself limits their streams' waits.
 TRIAL = "self-test"
+#: Seconds for which a rank waits for its peers while they make such a workspace: less than for a
+#: step of the self-test, so that ranks whose peer failed learn it within the step.
+TRIAL_SECONDS = 20.0
 
 _POLL = 1e-4  # seconds between polls of a stream; more delays the first call, less costs CPU
 
@@ -262,6 +265,10 @@ class Device(ABC):
         """Whether the device has kernels that wait for streams, or that streams wait for."""
         return False
 
+    def check_ranks(self, group: Group) -> None:
+        """Raises `RuntimeError` on every rank if ranks share a device by mistake. Collective."""
+        del group  # ranks may share other devices
+
     def verdict(self, group: Group) -> Verdict:
         """Returns the features that a group may use. Collective at the first call for a group."""
         return Verdict()
@@ -292,7 +299,10 @@ class DeviceWorkspace(Calls, ABC):
         self.slot_bytes = pages(slot_bytes) + offset
         flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
         self.header_bytes = pages(flag_bytes) + offset
-        self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
+        trial, seconds = channel == TRIAL, wait_limit(group).total_seconds()
+        self.limit_ms = 0 if trial else int(seconds * 1000)
+        #: Seconds for which ranks wait for each other while they make it.
+        self.patience = min(seconds, TRIAL_SECONDS) if trial else seconds
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
         self.held: list[torch.Tensor] = []
@@ -309,10 +319,11 @@ class DeviceWorkspace(Calls, ABC):
         if graph:
             # No peer has read this rank's slot before the first call.
             self.flags("done").fill_(1)
-        device.settle(wait_limit(group).total_seconds())
+        device.settle(self.patience)
         # After this, all ranks have cleared their flags and peers may signal. Uses the store, since
         # it may not be known yet whether kernels of this device reach a peer.
-        share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
+        key = f"cleared/{device.torch_type}/{channel}/{int(graph)}"
+        share(group, key, "", seconds=self.patience if trial else None)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:

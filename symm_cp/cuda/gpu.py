@@ -11,6 +11,7 @@ import torch
 
 from symm_cp.cuda import registry, selftest
 from symm_cp.cuda.base import Device, DeviceWorkspace, Pending, Verdict
+from symm_cp.cuda.rendezvous import by_store, check_gpus
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 from symm_cp.runtime.lowering import LANES
@@ -138,6 +139,11 @@ class CudaDevice(Device):
     def polls(self) -> bool:
         """Whether the device has kernels that wait for streams, or that streams wait for."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
+
+    def check_ranks(self, group: Group) -> None:
+        """Raises `RuntimeError` on every rank if ranks share a GPU by mistake. Collective."""
+        if by_store(self.torch_device):
+            check_gpus(group, self.torch_device)
 
     def verdict(self, group: Group) -> Verdict:
         """Returns the result of a group's self-test; collective at the first call for the group."""

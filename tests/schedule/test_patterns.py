@@ -19,7 +19,7 @@ from symm_cp.schedule.patterns import (
     TWO_SHOT_ALL_REDUCE,
     Variant,
 )
-from tests.schedule.calls import PLACES, Place, Workspace
+from tests.schedule.calls import PLACES, Place
 
 #: Variants with kernels that compare the number of a call.
 BY_EPOCH = (

@@ -10,10 +10,10 @@ Forms
                 exchanges signals and pulls peers' memory ahead of its use; ``"compute"`` (the
                 caller's stream) runs kernels on memory of its own rank, and in the background
                 copies the input to private memory; ``"signal"`` (a stream of its own) signals peers
-                when kernels have written their data. The runtime starts the copy lane of a call when the
-                caller's stream has reached the call, so the input is complete and private memory
-                may be used again. Lane ``"signal"`` begins with a wait for an own flag of lane
-                ``"compute"``.
+                when kernels have written their data. The runtime starts the copy lane of a call
+                when the caller's stream has reached the call, so the input is complete and private
+                memory may be used again. Lane ``"signal"`` begins with a wait for an own flag of
+                lane ``"compute"``.
 
 Why signals have a lane
     On GPUs a signal is a copy of 4 bytes, and a copy engine carries out one copy after the other. A

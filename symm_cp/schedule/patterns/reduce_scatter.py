@@ -36,8 +36,8 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, reduce)
 
 
-# Rank 0 of 3, staged: the slot holds the input; chunk 0 of all slots comes to "partials", which holds
-# the input before. In place the copy lane does all, and the call ends with "done".
+# Rank 0 of 3, staged: the slot holds the input; chunk 0 of all slots comes to "partials", which
+# holds the input before. In place the copy lane does all, and the call ends with "done".
 #
 #   compute  copy input>partials |
 #   copy       copy partials>slot | signal 1, 2 | wait 1, 2 | copy own, pull 1, 2 | reduce

@@ -12,10 +12,10 @@ flags, then slots, as in memory.py. A group has one for each channel and device:
     "async"  low-contention collectives, which outlive the call. Slots and flags as in "sync".
 
 Calls captured into graphs, where epochs cannot change from replay to replay, use separate
-workspaces: one for each graph, and one for all graphs of torch.compile. These have one slot, and
-flags that the waiter resets. Each captured call is self-contained, so graphs may be replayed any
-number of times, at the same time (except graphs of torch.compile) and in any order, as long as all
-ranks replay dependent graphs in the same order.
+workspaces: one for all graphs that share a memory pool of torch's, which are never replayed at the
+same time. These have one slot, and flags that the waiter resets. Each captured call is
+self-contained, so graphs may be replayed any number of times and in any order, as long as all ranks
+replay dependent graphs in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -146,6 +146,10 @@ class Device(ABC):
         """Makes this device the current one inside the `with` block."""
         return nullcontext()
 
+    def attach(self) -> None:
+        """Makes its context current in a thread that has none, before calls of the driver."""
+        return
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return False
@@ -155,12 +159,20 @@ class Device(ABC):
         return user, threading.get_ident() if self.capturing() else 0
 
     def capture_id(self) -> int:
-        """Returns the number of the capture that the current stream is in."""
+        """Returns the number of the capture that the current stream is in; 0: not known."""
         stream = self.streams("sync")[0]
         number: int = native.load().symm_cp_capture_id(self.driver.encode(), stream)
         if number < 0:
             raise RuntimeError(f"symm_cp: {native.error()}")
         return number
+
+    def graph_pool(self) -> Hashable:
+        """Returns the memory pool of the graph that the current stream captures."""
+        raise NotImplementedError(f"{self}: calls cannot be captured")
+
+    def graph_pools(self) -> Collection[Hashable]:
+        """Returns the memory pools in use; a pool leaves after its graphs and their memory."""
+        raise NotImplementedError(f"{self}: calls cannot be captured")
 
     def failed(self) -> bool:
         """Whether an error has left the device unusable; freeing memory then ends the process."""
@@ -310,6 +322,7 @@ class DeviceWorkspace(Calls, ABC):
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         self.memory, addresses = device.keep(lambda: self.allocate(group, nbytes))
+        device.attach()
         self.handle = self._open(group, graph, addresses)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self.set_single_copies(single=not verdict.batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -34,6 +34,7 @@ class CudaDevice(Device):
         super().__init__(torch_device)
         self._side: dict[tuple[str, int], dict[str, torch.cuda.Stream]] = {}
         self._origin: tuple[torch.cuda.Event, int] | None = None
+        self._captured: tuple[int, Hashable] = 0, None  # the last capture, and its pool
 
     def _side_streams(self, user: str) -> dict[str, torch.cuda.Stream]:
         """The streams of the other lanes: of high priority, so that none waits behind kernels."""
@@ -94,6 +95,26 @@ class CudaDevice(Device):
         self.launch_on(stream, record)
         return lambda: self.launch_on(stream, graph.replay)
 
+    def graph_pool(self) -> Hashable:
+        """Returns the memory pool of the graph that the current stream captures."""
+        number = self.capture_id()
+        if number == 0 or self._captured[0] != number:
+            self._captured = number, self._pool_of_allocations()
+        return self._captured[1]
+
+    def _pool_of_allocations(self) -> Hashable:
+        with self.guard():
+            address = torch.empty(1, dtype=torch.uint8, device=self.torch_device).data_ptr()
+        for segment in torch.cuda.memory_snapshot():
+            pool = tuple(segment["segment_pool_id"])
+            if any(pool) and 0 <= address - segment["address"] < segment["total_size"]:
+                return pool
+        raise NotImplementedError(f"{self}: calls can be captured only by torch.cuda.CUDAGraph")
+
+    def graph_pools(self) -> Collection[Hashable]:
+        """Returns the memory pools in use; `torch.cuda.graph` frees those of graphs that died."""
+        return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+
     def mark(self, lane: str, user: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""
         if lane == "compute":
@@ -115,6 +136,10 @@ class CudaDevice(Device):
         if torch.cuda.current_device() == self.torch_device.index:
             return nullcontext()
         return torch.cuda.device(self.torch_device)
+
+    def attach(self) -> None:
+        """Makes its context current in a thread that has none yet."""
+        torch.zeros(1, device=self.torch_device)  # the first launch of a thread does that
 
     def capturing(self) -> bool:
         """Whether the current stream of this device is being captured into a graph."""

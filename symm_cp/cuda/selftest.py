@@ -77,6 +77,7 @@ class SelfTest:
     def run(self) -> Verdict:
         """Returns the verdict, and warns on rank 0 when something does not work."""
         began = time.monotonic()
+        self.device.attach()
         try:
             verdict = self._decide()
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from benchmarks.kernel_timeline import Profile
@@ -18,11 +18,11 @@ from tests.cuda.simulated import SimulatedDevice, simulation
 class SimulatedLoopback(Loopback, SimulatedDevice):
     """A simulated device whose peers are itself."""
 
-    graphs = 0  # made by `SimulatedLab.in_graph`
+    replayed = 0  # the number of the last graph of `SimulatedLab.in_graph`
 
-    def capture_id(self) -> int:
+    def graph_pool(self) -> Hashable:
         """All replays of a graph count as one capture: they take its workspace."""
-        return -self.graphs
+        return self.replayed
 
 
 class SimulatedLab:
@@ -47,7 +47,7 @@ class SimulatedLab:
     def in_graph(self, group: Group, call: Call, nbytes: int) -> Call:
         """Each replay is captured anew, over the same workspace."""
         cuda.reserve_on(group, self.device, nbytes, graphs=1)
-        self.device.graphs += 1
+        self.device.replayed += 1
 
         def replay() -> object:
             self.device.in_capture = True

@@ -62,7 +62,8 @@ def _start(
         space = workspace(group, device, "async", 0 if addresses is not None else room)
         launch = background_launch(pattern, group.rank, chunks, call.slots, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
-        used = [source, target, result]
+        # The copy lane reads a plain input no more: the caller's stream copies it to `target`.
+        used = [*([] if addresses is None else [source]), target, result]
         call.run(launch, space, space.next_epoch(), operands, kernels, *used)
         plans.in_python(partial(_started, device, space.user), used)
 

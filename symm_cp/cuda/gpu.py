@@ -35,6 +35,7 @@ class CudaDevice(Device):
         self._side: dict[tuple[str, int], dict[str, torch.cuda.Stream]] = {}
         self._origin: tuple[torch.cuda.Event, int] | None = None
         self._captured: tuple[int, Hashable] = 0, None  # the last capture, and its pool
+        self._lasting: set[Hashable] = set()  # captures that count as pools without an end
 
     def _side_streams(self, user: str) -> dict[str, torch.cuda.Stream]:
         """The streams of the other lanes: of high priority, so that none waits behind kernels."""
@@ -99,10 +100,13 @@ class CudaDevice(Device):
         """Returns the memory pool of the graph that the current stream captures."""
         number = self.capture_id()
         if number == 0 or self._captured[0] != number:
-            self._captured = number, self._pool_of_allocations()
+            self._captured = number, self._pool_of(number)
         return self._captured[1]
 
-    def _pool_of_allocations(self) -> Hashable:
+    def _pool_of(self, capture: int) -> Hashable:
+        if torch.cuda.get_allocator_backend() != "native":  # others tell nothing of their pools
+            self._lasting.add(capture)
+            return capture
         with self.guard():
             address = torch.empty(1, dtype=torch.uint8, device=self.torch_device).data_ptr()
         for segment in torch.cuda.memory_snapshot():
@@ -113,6 +117,8 @@ class CudaDevice(Device):
 
     def graph_pools(self) -> Collection[Hashable]:
         """Returns the memory pools in use; `torch.cuda.graph` frees those of graphs that died."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return self._lasting
         return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
 
     def mark(self, lane: str, user: str) -> Mark:

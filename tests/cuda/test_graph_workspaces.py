@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import cuda
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
@@ -70,6 +73,29 @@ def in_one_pool(group: dist.ProcessGroup) -> None:
 
 def test_graphs_of_one_pool_share_a_workspace(ranks: Ranks) -> None:
     ranks.run(2, in_one_pool)
+
+
+def test_the_pool_of_a_capture_is_the_one_that_it_allocates_from() -> None:
+    device, memory_ = CudaDevice(torch.device("cuda", 0)), torch.empty(64, dtype=torch.uint8)
+    begin = memory_.data_ptr()
+    segments = [
+        {"address": begin - 64, "total_size": 64, "segment_pool_id": (1, 0)},
+        {"address": begin, "total_size": 64, "segment_pool_id": (0, 7)},
+    ]
+    with (
+        mock.patch.object(device, "capture_id", side_effect=[1, 1, 2, 3]),
+        mock.patch.object(device, "guard", contextlib.nullcontext),
+        mock.patch.object(torch, "empty", return_value=memory_),
+        mock.patch.object(torch.cuda, "memory_snapshot", return_value=segments),
+    ):
+        assert [device.graph_pool() for _ in range(2)] == [(0, 7)] * 2
+        assert device.graph_pools() == {(1, 0), (0, 7)}
+        segments[1]["segment_pool_id"] = (0, 0)
+        with pytest.raises(NotImplementedError, match=r"only by torch\.cuda\.CUDAGraph"):
+            device.graph_pool()
+        with mock.patch.object(torch.cuda, "get_allocator_backend", return_value="cudaMallocAsync"):
+            assert device.graph_pool() == 3
+            assert device.graph_pools() == {3}
 
 
 def captured_again(group: dist.ProcessGroup) -> None:

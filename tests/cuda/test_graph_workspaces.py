@@ -85,17 +85,19 @@ def test_the_pool_of_a_capture_is_the_one_that_it_allocates_from() -> None:
     with (
         mock.patch.object(device, "capture_id", side_effect=[1, 1, 2, 3]),
         mock.patch.object(device, "guard", contextlib.nullcontext),
+        mock.patch.object(torch.cuda, "get_allocator_backend") as backend,
         mock.patch.object(torch, "empty", return_value=memory_),
         mock.patch.object(torch.cuda, "memory_snapshot", return_value=segments),
     ):
+        backend.return_value = "native"
         assert [device.graph_pool() for _ in range(2)] == [(0, 7)] * 2
         assert device.graph_pools() == {(1, 0), (0, 7)}
         segments[1]["segment_pool_id"] = (0, 0)
         with pytest.raises(NotImplementedError, match=r"only by torch\.cuda\.CUDAGraph"):
             device.graph_pool()
-        with mock.patch.object(torch.cuda, "get_allocator_backend", return_value="cudaMallocAsync"):
-            assert device.graph_pool() == 3
-            assert device.graph_pools() == {3}
+        backend.return_value = "cudaMallocAsync"
+        assert device.graph_pool() == 3
+        assert device.graph_pools() == {3}
 
 
 def captured_again(group: dist.ProcessGroup) -> None:

@@ -111,9 +111,18 @@ def _free_retired() -> None:
     for workspace in [w for w in _holding if w.ended()]:
         workspace.held.clear()
         _holding.discard(workspace)
-    _retired[:] = [
-        w for w in _retired if w.device.capturing() or not w.ended() or w.device.failed()
-    ]
+    _retired[:] = [w for w in _retired if _must_stay(w)]
+
+
+def _must_stay(workspace: DeviceWorkspace) -> bool:
+    device = workspace.device
+    return device.capturing() or not workspace.ended() or device.failed() or _waits(device)
+
+
+def _waits(device: Device) -> bool:
+    """Whether calls are under way, which may wait for peers that wait for this rank."""
+    users = {other.user for other in list(_all) if other.device is device}
+    return not all(device.ended(s) for user in users for s in device.streams(user)[1:])
 
 
 def hold(workspace: DeviceWorkspace, *tensors: torch.Tensor) -> None:

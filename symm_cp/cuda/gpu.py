@@ -40,11 +40,11 @@ class CudaDevice(Device):
     def _side_streams(self, user: str) -> dict[str, torch.cuda.Stream]:
         """The streams of the other lanes: of high priority, so that none waits behind kernels."""
         key = self.user_of_streams(user)
-        if key not in self._side:
-            self._side[key] = {
-                lane: torch.cuda.Stream(self.torch_device, priority=-1) for lane in LANES[1:]
-            }
-        return self._side[key]
+        side = self._side.get(key)
+        if side is None:
+            made = {lane: torch.cuda.Stream(self.torch_device, priority=-1) for lane in LANES[1:]}
+            side = self._side.setdefault(key, made)  # other threads ask, too
+        return side
 
     def streams(self, user: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`."""

@@ -157,9 +157,10 @@ class SimulatedDevice(cuda.Device):
 
     def _side(self, lane: str, user: str) -> int:
         place = lane, *self.user_of_streams(user)
-        if place not in self._sides:
-            self._sides[place] = self.machine.stream(self.index)
-        return self._sides[place]
+        side = self._sides.get(place)
+        if side is None:  # other threads ask, too
+            side = self._sides.setdefault(place, self.machine.stream(self.index))
+        return side
 
     def current_stream(self) -> int:
         """The stream of the calling thread; never null."""

@@ -26,5 +26,4 @@ def test_many_programs_of_groups_in_threads_are_right(world_size: int, turn: int
 def test_a_program_is_drawn_by_its_seed() -> None:
     assert group_programs.Program.drawn(7, 4) == group_programs.Program.drawn(7, 4)
     drawn = [group_programs.Program.drawn(number, 4) for number in range(100)]
-    assert {program.reserved for program in drawn} == {False, True}
     assert {len(program.groups) for program in drawn} == {2, 3, 4}

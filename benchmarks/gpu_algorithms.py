@@ -64,11 +64,11 @@ ATTENTION = {"cudnn": 0.65, "flash": 0.4}
 #: Tiles of products: rows, columns, and speed relative to the first tile. Libraries take smaller
 #: tiles where large tiles would leave multiprocessors idle.
 TILES = ((128, 256, 1.0), (128, 128, 0.8), (64, 128, 0.5))
-#: Seconds that the host takes to issue a pass of attention, by `backward`: for a call, and for each
-#: rank (loopback.py --driver idle). torch's launches on a real driver come on top.
+#: Seconds that the host takes to issue a pass of attention by a plan, by `backward`: for a call,
+#: and for each rank (loopback.py --driver idle). A real driver's launches come on top.
 HOST = {
-    False: {"pipeline": (180e-6, 18e-6), "together": (190e-6, 1e-6)},
-    True: {"pipeline": (400e-6, 80e-6), "together": (460e-6, 20e-6)},
+    False: {"pipeline": (7e-6, 1.8e-6), "together": (9e-6, 0.0)},
+    True: {"pipeline": (31e-6, 3e-6), "together": (36e-6, 0.0)},
 }
 
 
@@ -341,17 +341,14 @@ class Attention:
     features: int = 128
     kernel: str = "cudnn"
 
-    def seconds(self, ranks: int, *, on_device: bool = False) -> dict[str, float]:
-        """Returns the seconds of each way: of the device or the host, whichever is longer.
-
-        `on_device`: of the device only.
-        """
+    def seconds(self, ranks: int) -> dict[str, float]:
+        """Returns the seconds of each way: of the device or the host, whichever is longer."""
         pattern = CONSUME_AND_REDUCE_SCATTER if self.backward else ALL_GATHER_AND_CONSUME
         seconds = {
             "pipeline": self._of_schedule(pattern.staged(), ranks),
             "together": self._of_schedule(pattern.staged(together=True), ranks),
         }
-        for algorithm, (call, rank) in HOST[self.backward].items() if not on_device else ():
+        for algorithm, (call, rank) in HOST[self.backward].items():
             seconds[algorithm] = max(seconds[algorithm], call + rank * ranks)
         return seconds
 

@@ -58,11 +58,12 @@ def _start(
     with group.lock, device.guard():
         some_empty = not scatter and min(chunks.nbytes) == 0
         addresses = call.in_place([tensor], some_empty=some_empty)
-        room = sum(chunks.nbytes) if scatter else max(chunks.nbytes)
+        room = max(chunks.nbytes) * (group.world_size if scatter else 1)
         space = workspace(group, device, "async", 0 if addresses is not None else room)
         launch = background_launch(pattern, group.rank, chunks, call.slots, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
-        used = [source, target, result]
+        # The copy lane reads a plain input no more: the caller's stream copies it to `target`.
+        used = [*([] if addresses is None else [source]), target, result]
         call.run(launch, space, space.next_epoch(), operands, kernels, *used)
         plans.in_python(partial(_started, device, space.user), used)
 
@@ -101,7 +102,10 @@ class BackgroundScatter:
         numbers = real(tensor)
         more = numbers.shape[tensor.dim() :]
         output = numbers.new_empty((*self._output_shape, *more)) if out is None else real(out)
-        partials = numbers.new_empty((group.world_size, *output.shape))
+        # Each row has room for any chunk, since they hold the input first.
+        largest = max(self._chunks.nbytes) // numbers.element_size()
+        rows = numbers.new_empty((group.world_size, largest))
+        partials = rows[:, : output.numel()].unflatten(1, output.shape)
         kernels: dict[str, Kernel] = {
             "reduce": lambda _: add_rows(partials, output, mean=self._mean)
         }

@@ -12,10 +12,10 @@ flags, then slots, as in memory.py. A group has one for each channel and device:
     "async"  low-contention collectives, which outlive the call. Slots and flags as in "sync".
 
 Calls captured into graphs, where epochs cannot change from replay to replay, use separate
-workspaces: one for each graph, and one for all graphs of torch.compile. These have one slot, and
-flags that the waiter resets. Each captured call is self-contained, so graphs may be replayed any
-number of times, at the same time (except graphs of torch.compile) and in any order, as long as all
-ranks replay dependent graphs in the same order.
+workspaces: one for all graphs that share a memory pool of torch's, which are never replayed at the
+same time. These have one slot, and flags that the waiter resets. Each captured call is
+self-contained, so graphs may be replayed any number of times and in any order, as long as all ranks
+replay dependent graphs in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,8 +43,11 @@ from symm_cp.tensors.alignment import debug_offset
 
 T = TypeVar("T")
 
-#: The channel of the self-test's workspaces; the self-test itself limits their waits.
+#: The channel of the self-test's workspaces; the self-test itself limits their streams' waits.
 TRIAL = "self-test"
+#: Seconds for which a rank waits for its peers while they make such a workspace: less than for a
+#: step of the self-test, so that ranks whose peer failed learn it within the step.
+TRIAL_SECONDS = 20.0
 
 _POLL = 1e-4  # seconds between polls of a stream; more delays the first call, less costs CPU
 
@@ -143,6 +146,10 @@ class Device(ABC):
         """Makes this device the current one inside the `with` block."""
         return nullcontext()
 
+    def attach(self) -> None:
+        """Makes its context current in a thread that has none, before calls of the driver."""
+        return
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return False
@@ -152,12 +159,20 @@ class Device(ABC):
         return user, threading.get_ident() if self.capturing() else 0
 
     def capture_id(self) -> int:
-        """Returns the number of the capture that the current stream is in."""
+        """Returns the number of the capture that the current stream is in; 0: not known."""
         stream = self.streams("sync")[0]
         number: int = native.load().symm_cp_capture_id(self.driver.encode(), stream)
         if number < 0:
             raise RuntimeError(f"symm_cp: {native.error()}")
         return number
+
+    def graph_pool(self) -> Hashable:
+        """Returns the memory pool of the graph that the current stream captures."""
+        raise NotImplementedError(f"{self}: calls cannot be captured")
+
+    def graph_pools(self) -> Collection[Hashable]:
+        """Returns the memory pools in use; a pool leaves after its graphs and their memory."""
+        raise NotImplementedError(f"{self}: calls cannot be captured")
 
     def failed(self) -> bool:
         """Whether an error has left the device unusable; freeing memory then ends the process."""
@@ -266,6 +281,10 @@ class Device(ABC):
         """The number of tiles of a matmul that it computes at a time."""
         return 1
 
+    def check_ranks(self, group: Group) -> None:
+        """Raises `RuntimeError` on every rank if ranks share a device by mistake. Collective."""
+        del group  # ranks may share other devices
+
     def verdict(self, group: Group) -> Verdict:
         """Returns the features that a group may use. Collective at the first call for a group."""
         return Verdict()
@@ -296,7 +315,10 @@ class DeviceWorkspace(Calls, ABC):
         self.slot_bytes = pages(slot_bytes) + offset
         flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
         self.header_bytes = pages(flag_bytes) + offset
-        self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
+        trial, seconds = channel == TRIAL, wait_limit(group).total_seconds()
+        self.limit_ms = 0 if trial else int(seconds * 1000)
+        #: Seconds for which ranks wait for each other while they make it.
+        self.patience = min(seconds, TRIAL_SECONDS) if trial else seconds
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
         self.held: list[torch.Tensor] = []
@@ -304,6 +326,7 @@ class DeviceWorkspace(Calls, ABC):
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         self.memory, addresses = device.keep(lambda: self.allocate(group, nbytes))
+        device.attach()
         self.handle = self._open(group, graph, addresses)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self.set_single_copies(single=not verdict.batches)
@@ -313,10 +336,11 @@ class DeviceWorkspace(Calls, ABC):
         if graph:
             # No peer has read this rank's slot before the first call.
             self.flags("done").fill_(1)
-        device.settle(wait_limit(group).total_seconds())
+        device.settle(self.patience)
         # After this, all ranks have cleared their flags and peers may signal. Uses the store, since
         # it may not be known yet whether kernels of this device reach a peer.
-        share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
+        key = f"cleared/{device.torch_type}/{channel}/{int(graph)}"
+        share(group, key, "", seconds=self.patience if trial else None)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:

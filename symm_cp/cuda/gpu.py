@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from symm_cp.cuda import registry, selftest
 from symm_cp.cuda.base import Device, DeviceWorkspace, Pending, Verdict
+from symm_cp.cuda.rendezvous import by_store, check_gpus
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 from symm_cp.runtime.lowering import LANES
@@ -33,6 +34,8 @@ class CudaDevice(Device):
         super().__init__(torch_device)
         self._side: dict[tuple[str, int], dict[str, torch.cuda.Stream]] = {}
         self._origin: tuple[torch.cuda.Event, int] | None = None
+        self._captured: tuple[int, Hashable] = 0, None  # the last capture, and its pool
+        self._lasting: set[Hashable] = set()  # captures that count as pools without an end
 
     def _side_streams(self, user: str) -> dict[str, torch.cuda.Stream]:
         """The streams of the other lanes: of high priority, so that none waits behind kernels.
@@ -40,12 +43,14 @@ class CudaDevice(Device):
         Lane "compute2" has the caller's priority: its kernels take what the caller's leave idle.
         """
         key = self.user_of_streams(user)
-        if key not in self._side:
-            self._side[key] = {
+        side = self._side.get(key)
+        if side is None:
+            made = {
                 lane: torch.cuda.Stream(self.torch_device, priority=-(lane != "compute2"))
                 for lane in LANES[1:]
             }
-        return self._side[key]
+            side = self._side.setdefault(key, made)  # other threads ask, too
+        return side
 
     def streams(self, user: str) -> tuple[int, ...]:
         """The driver's handles of the streams of `LANES`."""
@@ -97,6 +102,31 @@ class CudaDevice(Device):
         self.launch_on(stream, record)
         return lambda: self.launch_on(stream, graph.replay)
 
+    def graph_pool(self) -> Hashable:
+        """Returns the memory pool of the graph that the current stream captures."""
+        number = self.capture_id()
+        if number == 0 or self._captured[0] != number:
+            self._captured = number, self._pool_of(number)
+        return self._captured[1]
+
+    def _pool_of(self, capture: int) -> Hashable:
+        if torch.cuda.get_allocator_backend() != "native":  # others tell nothing of their pools
+            self._lasting.add(capture)
+            return capture
+        with self.guard():
+            address = torch.empty(1, dtype=torch.uint8, device=self.torch_device).data_ptr()
+        for segment in torch.cuda.memory_snapshot():
+            pool = tuple(segment["segment_pool_id"])
+            if any(pool) and 0 <= address - segment["address"] < segment["total_size"]:
+                return pool
+        raise NotImplementedError(f"{self}: calls can be captured only by torch.cuda.CUDAGraph")
+
+    def graph_pools(self) -> Collection[Hashable]:
+        """Returns the memory pools in use; `torch.cuda.graph` frees those of graphs that died."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return self._lasting
+        return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+
     def mark(self, lane: str, user: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""
         if lane == "compute":
@@ -118,6 +148,10 @@ class CudaDevice(Device):
         if torch.cuda.current_device() == self.torch_device.index:
             return nullcontext()
         return torch.cuda.device(self.torch_device)
+
+    def attach(self) -> None:
+        """Makes its context current in a thread that has none yet."""
+        torch.zeros(1, device=self.torch_device)  # the first launch of a thread does that
 
     def capturing(self) -> bool:
         """Whether the current stream of this device is being captured into a graph."""
@@ -147,6 +181,11 @@ class CudaDevice(Device):
         """The number of tiles of a matmul that it computes at a time."""
         count: int = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
         return count
+
+    def check_ranks(self, group: Group) -> None:
+        """Raises `RuntimeError` on every rank if ranks share a GPU by mistake. Collective."""
+        if by_store(self.torch_device):
+            check_gpus(group, self.torch_device)
 
     def verdict(self, group: Group) -> Verdict:
         """Returns the result of a group's self-test; collective at the first call for the group."""

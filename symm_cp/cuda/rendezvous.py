@@ -17,12 +17,16 @@ by UUID.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import itertools
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,24 +50,67 @@ _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)
 _BY_STORE = ("CUDA",)
 
 
+def by_store(device: torch.device) -> bool:
+    """Whether torch's rendezvous on a device uses the process group's store."""
+    return _SymmetricMemory.get_backend(device) in _BY_STORE
+
+
 #: Lets ranks share a GPU, as for tests.
 SHARE_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-# Torch reads them in each rendezvous.
-_DURING_RENDEZVOUS = {SHARE_GPUS: "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_LIBC = ctypes.PyDLL(None)  # its functions keep the interpreter's lock
+for _name in ("getenv", "malloc", "strdup"):
+    getattr(_LIBC, _name).restype = ctypes.c_void_p
+
+
+class _Setting:
+    """A variable that torch reads with `getenv` in each rendezvous, and is on during ours.
+
+    Other threads may call `getenv` meanwhile, which is undefined while `setenv` runs (before glibc
+    2.41). So nothing here calls that, nor frees memory of the environment: the variable's text
+    stays in one place, and its last character changes from 0 (to torch: unset) to 1.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._begin, self._users = f"{name}=".encode(), 0
+        self._text: int = _LIBC.strdup(self._begin + b"0")
+        self._value = self._text + len(self._begin)
+
+    def add(self, users: int) -> None:
+        """Adds users; the setting is on while it has any."""
+        self._users += users
+        present = _LIBC.getenv(self._begin[:-1])
+        if present != self._value and (present is None or ctypes.string_at(present) != b"1"):
+            self._install()
+        ctypes.memset(self._value, ord("1" if self._users else "0"), 1)
+
+    def _install(self) -> None:
+        """Puts the text into a copy of the environment, which takes the old one's place."""
+        environ = ctypes.POINTER(ctypes.c_void_p).in_dll(_LIBC, "environ")
+        texts = itertools.takewhile(bool, (environ[place] for place in itertools.count()))
+        others = [text for text in texts if not ctypes.string_at(text).startswith(self._begin)]
+        array = (ctypes.c_void_p * (len(others) + 2))(*others, self._text)
+        copy = _LIBC.malloc(ctypes.sizeof(array))
+        ctypes.memmove(copy, array, ctypes.sizeof(array))
+        ctypes.c_void_p.in_dll(_LIBC, "environ").value = copy
+
+
+_SETTINGS_LOCK = threading.Lock()
+_SETTINGS = (_Setting(SHARE_GPUS), _Setting("TORCH_SYMM_MEM_DISABLE_MULTICAST"))
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _DURING_RENDEZVOUS}
-    os.environ.update(_DURING_RENDEZVOUS)
+def _settings() -> Iterator[None]:
+    _add_users(1)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _add_users(-1)
+
+
+def _add_users(users: int) -> None:
+    with _SETTINGS_LOCK:
+        for setting in _SETTINGS:
+            setting.add(users)
 
 
 _CHECKED: StateKey[bool] = StateKey("GPUs that were told apart")
@@ -100,10 +147,11 @@ def check_gpus(group: Group, device: torch.device) -> None:
 class ExchangeStore(dist.Store):
     """A store for one rendezvous of torch's; numbers exchanges in the order of their first use."""
 
-    def __init__(self, group: Group, inner: TimedStore) -> None:
+    def __init__(self, group: Group, inner: TimedStore, seconds: float | None = None) -> None:
         super().__init__()
-        self._group, self._inner = group, inner
-        self._limit = wait_limit(group)
+        self._group, self._inner, self._seconds = group, inner, seconds
+        limit = wait_limit(group)
+        self._limit = limit if seconds is None else min(limit, datetime.timedelta(seconds=seconds))
         self._numbers: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
@@ -138,7 +186,7 @@ class ExchangeStore(dist.Store):
         """Returns values, when all are there; notices when a rank exits first."""
         own = [self._key(key) for key in keys]
         if len(own) == self._group.world_size:  # one key for each rank, in rank order
-            wait_for_keys(self._group, self._inner, own)
+            wait_for_keys(self._group, self._inner, own, seconds=self._seconds)
         else:
             self._inner.wait(own, self._limit)
         return [self._inner.get(key) for key in own]
@@ -147,12 +195,12 @@ class ExchangeStore(dist.Store):
 class PrivateGroup:
     """A process group of a group's ranks that only torch's symmetric memory uses."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, seconds: float | None = None) -> None:
         made = group.state(_MADE, Counter)
         number = made["all"] = made["all"] + 1
         inner = group.store().under(f"symm_cp/{generation(group)}/meet/{number}")
         # The native process group holds these, but not their Python halves.
-        self._store = ExchangeStore(group, inner)
+        self._store = ExchangeStore(group, inner, seconds)
         self._process_group = dist.ProcessGroup(self._store, group.rank, group.world_size)
         # A process group gets its name from a backend; nothing is sent over this one.
         make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
@@ -173,22 +221,26 @@ class PrivateGroup:
 _MADE: StateKey[Counter[str]] = StateKey("rendezvous made")
 
 
-def map_peers(tensor: torch.Tensor, group: Group) -> tuple[int, ...]:
+def map_peers(
+    tensor: torch.Tensor, group: Group, *, seconds: float | None = None
+) -> tuple[int, ...]:
     """Maps all ranks' tensors, which are symmetric and of one size; returns where. Collective.
 
     They stay mapped as long as `tensor` is allocated, and may lie at different offsets of their
     allocations: torch's memory pools hand out any free block of a rank (pytorch #190977). Raises
-    `RuntimeError` on every rank if a mapping fails.
+    `RuntimeError` on every rank if a mapping fails, or when a peer does not come within `seconds`
+    (by default the group's time-out).
     """
-    by_store = _SymmetricMemory.get_backend(tensor.device) in _BY_STORE
-    if by_store:
+    private = None
+    if by_store(tensor.device):
         check_gpus(group, tensor.device)
-    private = PrivateGroup(group) if by_store else None
+        private = PrivateGroup(group, seconds)
     try:
         name = group.name if private is None else private.name
-        with _environment():
+        with _settings():
             handle: _SymmetricMemory | None = _SymmetricMemory.rendezvous(tensor, name)
-        texts = share_made(group, "mapped", lambda: str(_offset(tensor, handle, group.rank)))
+        offset = partial(_offset, tensor, handle, group.rank)
+        texts = share_made(group, "mapped", lambda: str(offset()), seconds=seconds)
         assert handle is not None
         bases = zip(handle.buffer_ptrs, map(int, texts), strict=True)
         return tuple(base + offset for base, offset in bases)

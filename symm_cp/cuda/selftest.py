@@ -22,7 +22,7 @@ import torch
 from symm_cp import env
 from symm_cp.cuda.base import Device, Verdict
 from symm_cp.cuda.trial import ROUNDS, Trial
-from symm_cp.group.liveness import share
+from symm_cp.group.liveness import PeerLostError, share
 from symm_cp.group.memory import Group, StateKey
 
 #: Seconds until work that should take less than a millisecond counts as failed. A smaller limit
@@ -77,6 +77,7 @@ class SelfTest:
     def run(self) -> Verdict:
         """Returns the verdict, and warns on rank 0 when something does not work."""
         began = time.monotonic()
+        self.device.attach()
         try:
             verdict = self._decide()
         except BaseException:
@@ -107,8 +108,9 @@ class SelfTest:
         if not wanted:
             reason = "not tested, by SYMM_CP_SELFTEST=0"
             return Verdict(graphs=self.device.captures, reason=reason)
+        self.device.check_ranks(self.group)
         trial = self._trial()
-        if not (
+        if trial is None or not (
             self._works("a write to a flag", trial, lambda: _write_flag(trial))
             and self._works("a copy within the device", trial, lambda: _fill(trial))
             and self._works("a copy from a peer", trial, lambda: _pull(trial, single=True))
@@ -142,7 +144,7 @@ class SelfTest:
         without = [rank for rank, (_, can_wait) in enumerate(answers) if not can_wait]
         return any(wanted for wanted, _ in answers), without
 
-    def _works(self, what: str, trial: Trial, step: Step) -> bool:
+    def _works(self, what: str, trial: Trial | None, step: Step) -> bool:
         """Takes a step on all ranks; returns whether it worked on all, and notes why it did not.
 
         Raises `RuntimeError` when it leaves a stream stuck.
@@ -152,10 +154,12 @@ class SelfTest:
         if not failed:
             return True
         # A step often ends late because of a failure that another rank reports.
-        rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
+        rank, outcome = min(failed, key=lambda other: _follows(other[1]))
         self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
         # Released only after every rank has ended its step: it also ends the waits of peers.
-        stuck = "held up" if self.held_up else self._bounded(partial(_released, trial), 2 * LIMIT)
+        stuck = "held up" if self.held_up else ""
+        if trial is not None and not stuck:
+            stuck = self._bounded(partial(_released, trial), 2 * LIMIT)
         stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
         if stuck_ranks:
             raise RuntimeError(
@@ -163,8 +167,9 @@ class SelfTest:
                 "these processes cannot use the device: start the program again with a different "
                 "SYMM_CP_HOST on each rank, which then exchange data through the process group"
             )
-        # Releasing streams raised flags for which a later step waits.
-        self._bounded(lambda: "" if trial.clear(LIMIT) else "stuck", 2 * LIMIT)
+        if trial is not None:
+            # Releasing streams raised flags for which a later step waits.
+            self._bounded(lambda: "" if trial.clear(LIMIT) else "stuck", 2 * LIMIT)
         return False
 
     def _bounded(self, step: Step, seconds: float) -> str:
@@ -189,13 +194,20 @@ class SelfTest:
             trial.given_up = True  # the thread issues nothing more when the driver returns
         return f"the driver did not return within {seconds:g} s"
 
-    def _trial(self, *, graph: bool = False) -> Trial:
-        self.trials.append(Trial(self.group, self.device, graph=graph))
-        return self.trials[-1]
+    def _trial(self, *, graph: bool = False) -> Trial | None:
+        """Makes a workspace on trial; None if a rank cannot share its memory, or map a peer's."""
+
+        def make() -> str:
+            self.trials.append(Trial(self.group, self.device, graph=graph))
+            return ""
+
+        return self.trials[-1] if self._works("memory for peers", None, make) else None
 
     def _graphs_work(self, batches: bool) -> bool:
         """Captures a call, and replays it with other inputs."""
         trial, name = self._trial(graph=True), "a call in a graph"
+        if trial is None:
+            return False
         trial.space.set_single_copies(single=not batches)
         replays: list[Callable[[], object]] = []
 
@@ -218,6 +230,11 @@ class SelfTest:
 
 def _released(trial: Trial) -> str:
     return "" if trial.release(LIMIT) else "stuck"
+
+
+def _follows(outcome: str) -> bool:
+    """Whether a step may have failed because a peer's failed."""
+    return outcome.endswith(_late()) or outcome.startswith(PeerLostError.__name__)
 
 
 def _late() -> str:

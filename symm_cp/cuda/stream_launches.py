@@ -251,12 +251,15 @@ def background_launch(
     """
     ranks, sizes = len(chunks.nbytes), dict(enumerate(chunks.nbytes))
     if pattern is patterns.BACKGROUND_REDUCE_SCATTER:
+        # "partials" holds the input, then a chunk of each rank, all with room for the largest. So
+        # more bytes than a smaller chunk's are copied to the slot and from there.
+        room = (max(chunks.nbytes),) * ranks
         binding = Binding(
             {
                 "input": (replace(chunks, operand=0),),
-                "partials": (Extent.even(1, sizes[rank], ranks),),
+                "partials": (Extent.even(1, room[0], ranks),),
                 "symmetric": (replace(chunks, operand=2),),
-                "slot": (replace(chunks, operand=None),),
+                "slot": (replace(chunks, operand=None, nbytes=room),),
             }
         )
     else:

@@ -23,7 +23,7 @@ class SymmetricWorkspace(DeviceWorkspace):
         memory = _SymmetricMemory.empty_strided_p2p(
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )
-        return memory, map_peers(memory, group)
+        return memory, map_peers(memory, group, seconds=self.patience)
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:

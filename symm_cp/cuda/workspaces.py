@@ -1,19 +1,22 @@
 """The workspaces of groups on devices: made when a call needs one, and replaced by larger ones.
 
-Calls that are captured into a graph take workspaces of that graph alone: two graphs may be replayed
-at the same time, on different streams. `reserve` makes these, since none can be made during a
-capture, and they stay as long as the group.
+Graphs that share a memory pool of torch's (`torch.cuda.graph(..., pool=...)`) are replayed one
+after the other, so they share a workspace. Others may be replayed at the same time, on different
+streams, so each has a workspace of its own. `reserve` makes these, since none can be made during a
+capture. They come back when the graphs of a pool have died on all ranks.
 
-The graphs of `torch.compile(mode="reduce-overhead")` share workspaces: they share torch's memory,
-too, so they are replayed one after the other. Calls before the captures make these workspaces.
+The graphs of `torch.compile(mode="reduce-overhead")` share one pool. Calls before the captures make
+their workspaces.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
+import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +25,14 @@ from symm_cp import native
 from symm_cp.cuda.base import Device, DeviceWorkspace, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import apart_of
+from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
 from symm_cp.native import wire
 
 #: A device, its driver, and a channel.
 _Key = tuple[torch.device, str, str]
+#: The pool of all graphs of torch.compile.
+_COMPILED = "torch.compile"
 
 
 def _key(device: Device, channel: str) -> _Key:
@@ -38,15 +44,28 @@ class _GraphWorkspaces:
     """Workspaces of one kind for calls in captures."""
 
     free: list[DeviceWorkspace] = field(default_factory=list)
-    by_capture: dict[int, DeviceWorkspace] = field(default_factory=dict)
-    #: Shared by torch.compile's graphs, the largest last; graphs may still use the others.
-    shared: list[DeviceWorkspace] = field(default_factory=list)
+    #: Those of each memory pool, the largest last; graphs may still use the others. All ranks have
+    #: their pools in the same order.
+    by_pool: dict[Hashable, list[DeviceWorkspace]] = field(default_factory=dict)
 
-    def taken_by(self, capture: int) -> DeviceWorkspace | None:
-        """Returns the workspace of a capture; a new capture takes the next free one, if any."""
-        if capture not in self.by_capture and self.free:
-            self.by_capture[capture] = self.free.pop(0)
-        return self.by_capture.get(capture)
+    def of(self, pool: Hashable, slot_bytes: int) -> DeviceWorkspace | None:
+        """Returns a pool's workspace with slots of that size, perhaps a free one; None: none."""
+        for taken in self.by_pool.get(pool, [])[-1:]:
+            if taken.serves(slot_bytes):
+                return taken
+        free = next((made for made in self.free if made.serves(slot_bytes)), None)
+        if free is not None:
+            self.free.remove(free)
+            self.by_pool.setdefault(pool, []).append(free)
+        return free
+
+    def take_back(self, group: Group, pools: Collection[Hashable]) -> None:
+        """Takes back the workspaces of pools that are not in `pools` on any rank. Collective."""
+        gone = [place for place, pool in enumerate(self.by_pool) if pool not in (*pools, _COMPILED)]
+        texts = share(group, "graphs that died", json.dumps(gone))
+        on_all = set(gone).intersection(*map(json.loads, texts))
+        for pool in [pool for place, pool in enumerate(self.by_pool) if place in on_all]:
+            self.free += self.by_pool.pop(pool)
 
 
 @dataclass
@@ -61,8 +80,7 @@ class Workspaces:
         yield from self.current.values()
         for of_graphs in self.graphs.values():
             yield from of_graphs.free
-            yield from of_graphs.by_capture.values()
-            yield from of_graphs.shared
+            yield from itertools.chain(*of_graphs.by_pool.values())
 
     def clear(self) -> None:
         """Frees all workspaces, as soon as that is possible."""
@@ -93,9 +111,18 @@ def _free_retired() -> None:
     for workspace in [w for w in _holding if w.ended()]:
         workspace.held.clear()
         _holding.discard(workspace)
-    _retired[:] = [
-        w for w in _retired if w.device.capturing() or not w.ended() or w.device.failed()
-    ]
+    _retired[:] = [w for w in _retired if _must_stay(w)]
+
+
+def _must_stay(workspace: DeviceWorkspace) -> bool:
+    device = workspace.device
+    return device.capturing() or not workspace.ended() or device.failed() or _waits(device)
+
+
+def _waits(device: Device) -> bool:
+    """Whether calls are under way, which may wait for peers that wait for this rank."""
+    users = {other.user for other in list(_all) if other.device is device}
+    return not all(device.ended(s) for user in users for s in device.streams(user)[1:])
 
 
 def hold(workspace: DeviceWorkspace, *tensors: torch.Tensor) -> None:
@@ -136,24 +163,24 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
             f"symm_cp: calls of group {group.name!r} on {device} cannot be captured into a graph: "
             f"{verdict.reason}"
         )
-    kind = workspaces_of(group).graphs.get(_key(device, channel))
-    if kind is not None and kind.shared and device.in_graph_tree():
-        present: DeviceWorkspace | None = kind.shared[-1]
-    else:
-        present = None if kind is None else kind.taken_by(device.capture_id())
-    if present is not None and present.serves(slot_bytes):
-        return present
-    there_is, graphs = "", ""
+    kind = workspaces_of(group).graphs.setdefault(_key(device, channel), _GraphWorkspaces())
+    pool = _COMPILED if device.in_graph_tree() else device.graph_pool()
+    present = kind.of(pool, slot_bytes)
+    if present is None and kind.by_pool.keys() - {_COMPILED}:
+        kind.take_back(group, device.graph_pools())
+        present = kind.of(pool, slot_bytes)
     if present is not None:
-        there_is = f"there is one of {present.slot_bytes}"
-    elif kind is not None and kind.by_capture:
-        there_is = f"each of the {len(kind.by_capture)} belongs to a graph that was captured before"
-        graphs = ", graphs=n"
+        return present
+    there_is, sizes = "there is none", [made.slot_bytes for made in kind.free]
+    if sizes:
+        there_is = f"there is one of {max(sizes)}"
+    elif pools := len(kind.by_pool.keys() - {_COMPILED}):
+        there_is = f"all belong to graphs of {pools} other memory pools"
     raise RuntimeError(
-        f"symm_cp: this call needs a workspace of {slot_bytes} bytes, {there_is or 'there is none'}"
-        "; none can be made while a graph is captured: before the captures, call "
-        f"symm_cp.reserve(group, {slot_bytes}, device={str(device.torch_device)!r}{graphs})"
-        + (" for n more graphs" if graphs else "")
+        f"symm_cp: this call needs a workspace of {slot_bytes} bytes, {there_is}; none can be made "
+        "while a graph is captured: before the captures, call "
+        f"symm_cp.reserve(group, {slot_bytes}, device={str(device.torch_device)!r}, graphs=n) for "
+        "n more graphs, or capture graphs that are replayed one after the other with one `pool`"
     )
 
 
@@ -207,7 +234,8 @@ def _make_shared(
 ) -> None:
     """Makes a workspace for captures of torch.compile, unless there is one of that size."""
     key = _key(device, channel)
-    shared = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces()).shared
+    kind = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces())
+    shared = kind.by_pool.setdefault(_COMPILED, [])
     if not shared or not shared[-1].serves(slot_bytes):
         needed = max([slot_bytes, *(made.slot_bytes for made in shared)])
         shared.append(_make(group, device, channel, needed, verdict, graph=True))
@@ -238,9 +266,10 @@ def reserve(
     """Sizes workspaces for ops whose shard takes up to `nbytes` bytes, so that none grows later.
 
     `device` holds the ops' tensors. On CUDA, `reserve` also makes workspaces for ops that are
-    captured into graphs, which cannot be made during a capture. Each graph takes one for itself, so
-    that graphs may be replayed at the same time: this makes room for `graphs` more. Ranks capture
-    their graphs in the same order. Collective: call it with the same numbers on every rank of the
+    captured into graphs, which cannot be made during a capture. Graphs with the same memory pool
+    (`torch.cuda.graph(..., pool=...)`) share one, as they are not replayed at the same time; any
+    other graph takes one until it dies. This makes room for `graphs` more. Ranks capture their
+    graphs in the same order. Collective: call it with the same numbers on every rank of the
     group. Raises `ValueError` for negative numbers.
     """
     if nbytes < 0:

@@ -123,7 +123,9 @@ def share(group: Group, key: str, text: str, *, seconds: float | None = None) ->
     return read(group, store, by_rank, seconds=seconds)
 
 
-def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
+def share_made(
+    group: Group, key: str, make: Callable[[], str], *, seconds: float | None = None
+) -> list[str]:
     """Returns the text that each rank makes for a key. Collective, like `share`.
 
     An exception of `make` is raised on this rank, and reported by a `RuntimeError` on the others.
@@ -131,9 +133,11 @@ def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
     try:
         text = make()
     except Exception as error:
-        share(group, key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        message = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        share(group, key, message, seconds=seconds)
         raise
-    answers = [json.loads(said) for said in share(group, key, json.dumps({"text": text}))]
+    said_by_all = share(group, key, json.dumps({"text": text}), seconds=seconds)
+    answers = [json.loads(said) for said in said_by_all]
     for rank, said in enumerate(answers):
         if "error" in said:
             raise RuntimeError(f"rank {rank} of group {group.name!r} failed: {said['error']}")

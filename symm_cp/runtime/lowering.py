@@ -195,8 +195,8 @@ class StreamLowering(Lowering):
         plain = GraphOrder(tuple(Ordered(lane, step) for lane, step in order))
         self.order = graph_order(order, rank) if captured else plain
         self.joined, self.captured = joined, captured
-        # In the background, the peers' signals order steps of the caller's streams, except in
-        # graphs, where waiters reset the signals: a wait could consume another wait's signal.
+        # In the background, nothing needs an order of the caller's streams, except the proof of
+        # graphs, which takes them for one lane.
         self.follows = joined or captured
         # Own flags that a kernel polls, or raises, are numbers in memory; all others are events.
         self.in_memory = {

@@ -83,14 +83,14 @@ class _Clocks:
 def graph_order(order: IssueOrder, rank: int) -> GraphOrder:
     """Adds the edges by which each wait for a peer comes after all earlier signals to peers.
 
-    At its end the caller's lane also comes after signals of other lanes, if they depend only on
-    waits for peers that it comes after anyway. So later captured steps come after these signals,
-    too, and the edges delay nothing.
+    At its end the caller's lane also comes after signals of other lanes, unless they depend on
+    waits for this call of a peer that it does not come after anyway. So later captured steps come
+    after these signals, too, and wait for peers' earlier calls at most.
     """
     clocks, steps = _Clocks(), []
     own: dict[str, _Clock] = {}  # of signals to oneself, by flag
     signals: dict[int, _Clock] = {}  # to peers, by place
-    waits: list[int] = []  # for peers
+    waits: list[int] = []  # for peers' signals of this call
     for place, (lane, step) in enumerate(order):
         behind: list[int] = []
         if isinstance(step, Wait) and step.source == rank:
@@ -101,7 +101,8 @@ def graph_order(order: IssueOrder, rank: int) -> GraphOrder:
                 if other != lane and signal > clocks.reached(lane, other):
                     behind.append(signal)
                     clocks.join(lane, signals[signal])
-            waits.append(place)
+            if not step.lag:
+                waits.append(place)
         clock = clocks.take(lane, place)
         if isinstance(step, Signal) and step.to == rank:
             own[step.flag] = clock

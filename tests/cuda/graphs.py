@@ -77,8 +77,10 @@ class _Recorder(TorchDispatchMode):
 class Graph:
     """A capture, and then a graph; it keeps all memory that it uses."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device: SimulatedDevice, pool: object | None = None) -> None:
         self.device, self.library = device, device.library
+        self.pool = object() if pool is None else pool
+        device.graphs.add(self)
         self.handle = ctypes.c_void_p()
         self.kept: list[Any] = []  # tensors, and functions that the driver calls
         self._own: dict[int, torch.UntypedStorage] = {}
@@ -152,9 +154,11 @@ class Graph:
             self.library.simulated_graph_destroy(self.handle)
 
 
-def graphed(device: SimulatedDevice, function: Callable[[], Any]) -> tuple[Graph, Any]:
+def graphed(
+    device: SimulatedDevice, function: Callable[[], Any], pool: object | None = None
+) -> tuple[Graph, Any]:
     """Captures a function; returns the graph and the function's result, which replays fill."""
-    graph = Graph(device)
+    graph = Graph(device, pool)
     with graph.capturing():
         result = function()
     return graph, result

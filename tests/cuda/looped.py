@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -26,12 +26,12 @@ from tests.cuda.simulated import SimulatedDevice, simulation
 class SimulatedLoopback(Loopback, SimulatedDevice):
     """A simulated device whose peers are itself."""
 
-    graphs = 0  # made by `SimulatedLab.in_graph`
+    replayed = 0  # the number of the last graph of `SimulatedLab.in_graph`
     interprets = False
 
-    def capture_id(self) -> int:
+    def graph_pool(self) -> Hashable:
         """All replays of a graph count as one capture: they take its workspace."""
-        return -self.graphs
+        return self.replayed
 
     def polls(self) -> bool:
         return self.interprets
@@ -65,7 +65,7 @@ class SimulatedLab(Lab):
         assert isinstance(device, SimulatedDevice)
         cuda.reserve_on(group, device, nbytes, graphs=1)
         if isinstance(device, SimulatedLoopback):
-            device.graphs += 1
+            device.replayed += 1
 
         def replay() -> object:
             device.in_capture = True

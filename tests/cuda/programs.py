@@ -162,8 +162,7 @@ def run_one(group: dist.ProcessGroup, seed: int) -> None:
 def run_all(group: dist.ProcessGroup, seeds: list[int]) -> None:
     """Runs programs one after the other, and reports the replays of each round.
 
-    Each has a group of its own: graphs keep their workspaces as long as their group lives, and
-    torch's pads have channels for a few graphs only.
+    Each has a group of its own: torch's pads have channels for a few graphs only.
     """
     for seed in seeds:
         own = dist.new_group()

@@ -23,7 +23,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -135,6 +135,7 @@ class SimulatedDevice(cuda.Device):
         self.machine.default_stream(index)
         self._sides: dict[tuple[str, str, int], int] = {}
         self._chosen = threading.local()  # each thread's stream
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.mode = self.machine.mode or Mode()
         self._times_in_capture = 0
         self.in_capture = self.mode.graph
@@ -157,9 +158,10 @@ class SimulatedDevice(cuda.Device):
 
     def _side(self, lane: str, user: str) -> int:
         place = lane, *self.user_of_streams(user)
-        if place not in self._sides:
-            self._sides[place] = self.machine.stream(self.index)
-        return self._sides[place]
+        side = self._sides.get(place)
+        if side is None:  # other threads ask, too
+            side = self._sides.setdefault(place, self.machine.stream(self.index))
+        return side
 
     def current_stream(self) -> int:
         """The stream of the calling thread; never null."""
@@ -302,6 +304,9 @@ class SimulatedDevice(cuda.Device):
         finally:
             self.library.simulated_set_device(before, 1)
 
+    def attach(self) -> None:
+        self.library.simulated_set_device(self.index, 1)
+
     def capturing(self) -> bool:
         status = ctypes.c_int()
         self.library.cuStreamIsCapturing(
@@ -319,8 +324,11 @@ class SimulatedDevice(cuda.Device):
         self._in_capture = value
         self._times_in_capture += value
 
-    def capture_id(self) -> int:
-        return super().capture_id() or -self._times_in_capture
+    def graph_pool(self) -> Hashable:
+        return -self._times_in_capture if self.graph is None else self.graph.pool
+
+    def graph_pools(self) -> Collection[Hashable]:
+        return {-self._times_in_capture, *(graph.pool for graph in self.graphs)}
 
     def verdict(self, group: memory.Group) -> cuda.Verdict:
         return cuda.Verdict(self.mode.passes)

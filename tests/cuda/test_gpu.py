@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,35 @@ def test_side_streams_are_not_the_callers() -> None:
     assert len(handles) == 5
     with torch.cuda.stream(torch.cuda.Stream()):
         assert device.streams("sync")[0] not in handles
+
+
+def test_memory_pools_of_graphs() -> None:
+    device = device_of(torch.device("cuda", 0))
+    graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+    pools: list[Any] = []
+    for graph, pool in zip(graphs, (None, torch.cuda.graph_pool_handle(), None), strict=True):
+        pool = pools[0] if graph is graphs[2] else pool
+        with torch.cuda.graph(graph, pool=pool):
+            pools.append(device.graph_pool())
+            torch.zeros(4, device="cuda")
+    assert pools == [graph.pool() for graph in graphs]
+    assert pools[0] == pools[2] != pools[1]
+    assert set(pools) <= set(device.graph_pools())
+    del graph, graphs[0], graphs[0]
+    torch.cuda.empty_cache()
+    assert pools[0] in device.graph_pools()
+    assert pools[1] not in device.graph_pools()
+
+
+def test_a_thread_without_a_context_is_attached() -> None:
+    device = device_of(torch.device("cuda", 0))
+
+    def opens() -> None:
+        device.attach()
+        device.return_stream(device._open_stream())
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(opens).result()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32])

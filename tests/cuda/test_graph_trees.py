@@ -71,8 +71,9 @@ def trees(group: dist.ProcessGroup, names: list[str], seed: int) -> None:
                 graph.replay()
                 torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
         for kind in cuda.workspaces_of(memory.resolve(own)).graphs.values():
-            assert len(kind.by_capture) == len(kind.free) == 0
-            assert 1 <= len(kind.shared) <= len(names)
+            assert kind.free == []
+            (shared,) = kind.by_pool.values()
+            assert 1 <= len(shared) <= len(names)
     dist.destroy_process_group(own)
 
 
@@ -114,7 +115,8 @@ def growing(group: dist.ProcessGroup, seed: int) -> None:
             captured.append((*graphed(made, call), expected))
             made.tree = False
         (kind,) = cuda.workspaces_of(memory.resolve(own)).graphs.values()
-        assert len(kind.shared) == 2
+        (shared,) = kind.by_pool.values()
+        assert len(shared) == 2
         for graph, out, expected in captured:
             graph.replay()
             torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import cuda
+import symm_cp
+from symm_cp import cuda, runtime, tuning
 from symm_cp.group import memory
+from symm_cp.ops.attention import pipeline
+from symm_cp.runtime.calls import GatherAndScatterCall
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
@@ -62,6 +66,42 @@ def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None
     with simulation(**mode) as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 20)
         test_attention.run_all(group, cases, seed)
+
+
+def long_backward(group: dist.ProcessGroup) -> list[bool]:
+    """Whether gradients travel in a ring, below the limit and from there on."""
+    W, found = group.size(), []
+    runs = runtime.run
+
+    def run(call: Any) -> None:
+        found.extend([call.ring] if isinstance(call, GatherAndScatterCall) else [])
+        runs(call)
+
+    nbytes = 2 * W * 8 * 16 * 4  # keys and values of one head, in float32
+    for limit in (nbytes + 1, nbytes):
+        with (
+            simulation(plan_at=-1),
+            tuning.forced("pipeline"),
+            mock.patch.object(runtime, "run", run),
+            mock.patch.object(pipeline, "_RING_BYTES", limit),
+        ):
+            q, k, v = torch.randn(3, W, 1, 1, 8, 16, generator=torch.Generator().manual_seed(1))
+            inputs = [x[group.rank()].clone().requires_grad_() for x in (q, k, v)]
+            out = symm_cp.all_gather_attention(*inputs, group=group)
+            assert isinstance(out, torch.Tensor)
+            grads = torch.autograd.grad(out.square().sum(), inputs)
+            whole = [torch.cat(list(x), 2).requires_grad_() for x in (q, k, v)]
+            dense = torch.nn.functional.scaled_dot_product_attention(*whole)
+            for grad, expected in zip(
+                grads, torch.autograd.grad(dense.square().sum(), whole), strict=True
+            ):
+                torch.testing.assert_close(grad, expected.chunk(W, 2)[group.rank()])
+    return found
+
+
+def test_gradients_of_many_tokens_travel_in_a_ring(ranks: Ranks) -> None:
+    assert ranks.run(3, long_backward) == [[False, True]] * 3
+    assert ranks.run(2, long_backward) == [[False, False]] * 2
 
 
 @pytest.mark.parametrize(

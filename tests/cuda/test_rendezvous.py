@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -58,6 +60,17 @@ def test_ranks_that_share_a_gpu_by_mistake_are_told(ranks: Ranks, world_size: in
     assert ranks.run(world_size, check, same, ["1"] * world_size) == [""] * world_size
 
 
+@contextlib.contextmanager
+def no_writes() -> Iterator[None]:
+    """Other threads may be in `getenv`, which may not run beside `setenv` and `unsetenv`."""
+    wrong = AssertionError("the environment is written")
+    with (
+        mock.patch.object(os, "putenv", side_effect=wrong),
+        mock.patch.object(os, "unsetenv", side_effect=wrong),
+    ):
+        yield
+
+
 def seen_by_torch(group: dist.ProcessGroup) -> list[Any]:
     """The variables as the C library sees them during a rendezvous and after it."""
     getenv = ctypes.CDLL(None).getenv
@@ -78,10 +91,16 @@ def seen_by_torch(group: dist.ProcessGroup) -> list[Any]:
 
     memory_ = _SymmetricMemory.empty_strided_p2p((8,), [1], torch.uint8, torch.device("cpu"), None)
     os.environ.pop(VARIABLES[1], None)
-    os.environ[VARIABLES[0]] = "0"
-    with simulation(), mock.patch.object(rendezvous, "_SymmetricMemory", Spy):
+    os.environ[VARIABLES[0]] = "false"
+    with simulation(), mock.patch.object(rendezvous, "_SymmetricMemory", Spy), no_writes():
         rendezvous.map_peers(memory_, memory.resolve(group))
-    return [during, seen()]
+        rendezvous.map_peers(memory_, memory.resolve(group))
+    after = seen()
+    os.environ[VARIABLES[0]] = "1"  # the user's own is in force from now on
+    with simulation(), mock.patch.object(rendezvous, "_SymmetricMemory", Spy), no_writes():
+        rendezvous.map_peers(memory_, memory.resolve(group))
+    assert os.environ["PATH"].encode() == getenv(b"PATH")
+    return [during, after, seen()]
 
 
 def alone(group: dist.ProcessGroup) -> None:
@@ -102,6 +121,7 @@ def test_a_rank_alone_meets_nobody(ranks: Ranks) -> None:
 
 
 def test_torch_sets_up_no_multicast_and_compares_no_ordinals(ranks: Ranks) -> None:
-    for during, after in ranks.run(2, seen_by_torch):
-        assert during == [[b"1", b"1"]]
-        assert after == [b"0", None]
+    for during, after, with_users in ranks.run(2, seen_by_torch):
+        assert during == [[b"1", b"1"]] * 3
+        assert after == [b"0", b"0"]  # for torch as if unset
+        assert with_users == [b"1", b"0"]

@@ -8,6 +8,7 @@ import time
 import unittest.mock
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
 from symm_cp import cuda, tuning
+from symm_cp.cuda import workspaces
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.ops.common import device_kernels
 from symm_cp.testing import Ranks
-from tests.cuda.simulated import simulated_device, simulation
+from tests.cuda.simulated import by_python, simulated_device, simulation
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize("mode", [{}, {"graph": True}], ids=["eager", "graph"])
@@ -71,28 +73,29 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
 
 
 def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
-    """Rank 0's stream finishes its part of two ops before the other ranks begin the first."""
+    """Rank 0's stream finishes its part of eight ops before the other ranks begin the first."""
     rank, W, store = group.rank(), group.size(), dist.distributed_c10d._get_default_store()
     key = f"rank 0 went on {mode}"
     with simulation(**mode) as made:
         for _ in range(2):  # makes the workspaces, then uses both slots
             wait(all_gather(torch.ones(2, 2), group.group_name))
             wait(reduce_scatter(torch.ones(W, 2), "sum", group.group_name))
-        rows, full = stacked(group, 3, 5), stacked(group, W * 2, 3)
+        rows, full = stacked(group, 4, 3, 5), stacked(group, 4, W * 2, 3)
         if rank != 0:
-            store.wait([key])
-        shard, whole = rows[rank].clone(), full[rank].clone()
-        gathered = all_gather(shard, group.group_name)
-        scattered = reduce_scatter(whole, "sum", group.group_name)
-        stream = made.streams("async")[0]
-        if stream:  # or it is the calling thread, and has done all
-            made.library.simulated_drain(stream)
-        shard.fill_(torch.nan)
-        whole.fill_(torch.nan)
+            store.wait([key], timedelta(seconds=20))
+        begun = []
+        for turn in range(4):  # more calls than there are slots
+            shard, whole = rows[rank, turn].clone(), full[rank, turn].clone()
+            gathered = all_gather(shard, group.group_name)
+            begun.append((gathered, reduce_scatter(whole, "sum", group.group_name)))
+            made.library.simulated_drain(made.current_stream())
+            shard.fill_(torch.nan)
+            whole.fill_(torch.nan)
         if rank == 0:
             store.set(key, "")
-        assert torch.equal(wait(gathered), rows.flatten(0, 1))
-        torch.testing.assert_close(wait(scattered), full.sum(0).chunk(W)[rank])
+        for turn, (gathered, scattered) in enumerate(begun):
+            assert torch.equal(wait(gathered), rows[:, turn].flatten(0, 1))
+            torch.testing.assert_close(wait(scattered), full[:, turn].sum(0).chunk(W)[rank])
 
 
 def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks) -> None:
@@ -126,6 +129,41 @@ def groups_in_any_order(group: dist.ProcessGroup) -> None:
 def test_threads_may_call_groups_in_different_orders(ranks: Ranks, world_size: int) -> None:
     """Streams of one group never wait behind those of another one."""
     ranks.run(world_size, groups_in_any_order)
+
+
+def grown_beside_a_late_peer(group: dist.ProcessGroup) -> None:
+    """A group's workspace is replaced while rank 0 waits for its peers' call of another group."""
+    W, rank, store = group.size(), group.rank(), dist.distributed_c10d._get_default_store()
+    own, rows = dist.new_group(list(range(W))), stacked(group, 3, 5)
+    with simulation(one_queue=False, lazy_loading=False) as made:
+
+        def call(height: int) -> None:
+            x = torch.ones(height, 4)
+            out = symm_cp.all_gather_matmul(x, torch.eye(4), gather_dim=0, group=own)
+            assert torch.equal(out, torch.ones(W * height, 4))
+
+        wait(all_gather(rows[rank], group.group_name))  # makes the workspaces
+        call(2)
+        gathered = all_gather(rows[rank], group.group_name) if rank == 0 else None
+        call(4096)
+        if rank == 0:
+            assert workspaces._retired
+            store.set("rank 0 went on, with more memory", "")
+        else:
+            store.wait(["rank 0 went on, with more memory"], timedelta(seconds=20))
+            gathered = all_gather(rows[rank], group.group_name)
+        assert gathered is not None
+        assert torch.equal(wait(gathered), rows.flatten(0, 1))
+        made.synchronize()
+        with by_python():
+            call(2)
+        assert not workspaces._retired
+    dist.destroy_process_group(own)
+
+
+def test_a_workspace_is_freed_when_no_call_waits(ranks: Ranks) -> None:
+    """Freeing waits for the device, and so for peers, which may wait for this rank."""
+    ranks.run(2, grown_beside_a_late_peer)
 
 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
@@ -268,10 +306,10 @@ def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
         first = cuda.workspace(state, made, "sync", 64)
         made.in_capture = False
         cuda.reserve_on(state, made, 1 << 22)
-        workspaces = cuda.workspaces_of(state)
-        assert any(kept is first for kept in workspaces.all())
+        made_here = cuda.workspaces_of(state)
+        assert any(kept is first for kept in made_here.all())
         state.close()
-        assert not list(workspaces.all())
+        assert not list(made_here.all())
     dist.destroy_process_group(own)
 
 

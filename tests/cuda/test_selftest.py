@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from symm_cp import cuda
 from symm_cp.commands.first_run.checks import checks
-from symm_cp.cuda import Verdict, selftest
+from symm_cp.cuda import Verdict, base, selftest
 from symm_cp.cuda.symmetric import SymmetricWorkspace
 from symm_cp.group import memory
 from symm_cp.native import wire
@@ -91,6 +91,36 @@ class Dies(Faulty):
         return commands
 
 
+class CannotMap(SimulatedDevice):
+    """Its memory cannot be mapped by peers, as on GPUs without peer access, or in MIG mode."""
+
+    everywhere = True
+
+    def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
+        return UnmappedWorkspace(group, self, channel, slot_bytes, **options)
+
+
+class CannotMapOne(CannotMap):
+    everywhere = False
+
+
+class UnmappedWorkspace(SymmetricWorkspace):
+    device: CannotMap
+
+    def allocate(self, group: memory.Group, nbytes: int) -> Any:
+        made = super().allocate(group, nbytes)
+        if self.device.everywhere or group.rank == 1:
+            raise RuntimeError("CUDA driver error: invalid device ordinal")
+        return made
+
+
+class IsSlowToAllocate(SimulatedDevice):
+    def workspace(self, group: memory.Group, *args: Any, **options: Any) -> Any:
+        if group.rank == 1:
+            time.sleep(5)
+        return super().workspace(group, *args, **options)
+
+
 class Judged:
     """A device whose verdict is the self-test's."""
 
@@ -115,6 +145,7 @@ def judge(
     with (
         simulation(**modes) as made,
         mock.patch.multiple(selftest, LIMIT=1.0, STEP_LIMIT=2.0),
+        mock.patch.object(base, "TRIAL_SECONDS", 0.5),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -144,7 +175,14 @@ TO_OTHERS = "so ranks exchange data through the process group"
 def case(
     name: str, expected: Any, reason: str, *, kind: Any = SimulatedDevice, **modes: Any
 ) -> Any:
-    plain = name in ("all", "one queue", "lost signals", "short batches", UNORDERED)
+    plain = name in (
+        "all",
+        "one queue",
+        "lost signals",
+        "short batches",
+        UNORDERED,
+        "memory of one",
+    )
     marks = () if plain else exhaustive
     return pytest.param(kind, modes, expected, reason, id=name.replace(" ", "-"), marks=marks)
 
@@ -179,6 +217,9 @@ def case(
         case("lost batches", SINGLE, "one after", faults={"batch": "ignore"}),
         case("lost in graphs", NO_GRAPHS, "a graph", kind=LosesSignalsInGraphs),
         case("short in graphs", NO_GRAPHS, "a graph", kind=ShortensCopiesInGraphs),
+        case("memory", NOTHING, "memory for peers failed on rank 0: RuntimeErr", kind=CannotMap),
+        case("memory of one", NOTHING, "failed on rank 1: RuntimeErr", kind=CannotMapOne),
+        case("slow memory", None, "the driver did not return", kind=IsSlowToAllocate),
         case("slow driver", None, "the driver did not return", kind=IsSlowToReturn),
     ],
 )

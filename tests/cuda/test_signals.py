@@ -80,11 +80,11 @@ def copied(group: dist.ProcessGroup) -> dict[str, int]:
 def test_only_copies_between_devices_ask_for_copy_engines(ranks: Ranks, world_size: int) -> None:
     peers = world_size - 1
     for copies in ranks.run(world_size, copied):
-        # In the background: from the input to the output and to the slot.
+        # In the background: from the input to the output, and from there to the slot.
         assert copies["local"] == 2
         assert copies["local, overlapping"] == 0
-        # Pulls of both ops; signals that shards are there, and were read, and that sums are there.
-        assert copies["peer, overlapping"] + copies["peer"] == (2 + 2 + 1) * peers
+        # Pulls of both ops; signals that shards are there, and that sums are there.
+        assert copies["peer, overlapping"] + copies["peer"] == (2 + 1 + 1) * peers
         # None goes to the null stream, which takes no batches: the caller's lane signals no peer.
         assert copies["peer"] == 0
 

@@ -19,12 +19,12 @@ from symm_cp.schedule.tiles import tiles
 from symm_cp.tensors.dtypes import dtype_name, wide
 
 # `together` merges results once instead of W - 1 times, but hides transfers behind this rank's keys
-# only. By the model of 8 H100 in benchmarks/gpu_algorithms.py (no GPU has measured it) it takes 0.6
-# to 1.06 of the pipeline's time if at least four query heads share a key head: there are few bytes
-# to hide and many to merge. With fewer it takes 0.6 to 1.0 up to 32 MiB of gathered keys and
-# values, where the host's time counts, and beyond 0.9 to 1.5.
+# only. By the model of 8 H100 in benchmarks/gpu_algorithms.py (no GPU has measured it) it takes 0.3
+# to 1.14 of the pipeline's time if at least four query heads share a key head: there are few bytes
+# to hide and many to merge. With fewer it takes 0.7 to 1.3 up to 8 MiB of gathered keys and values,
+# and beyond 0.8 to 1.5.
 _GROUPED = 4
-_FEW_BYTES = 32 << 20
+_FEW_BYTES = 8 << 20
 
 # Layouts with shards of slightly different lengths count as balanced.
 _BALANCED = 1.05

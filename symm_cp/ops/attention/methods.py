@@ -44,10 +44,11 @@ def set_rotate_method(rotate_method: str) -> None:
     the ops read keys and values in place and keep none. The two differ in the gradients of keys and
     values: "allgather" stores the gradients from all ranks and adds them in rank order, "alltoall"
     passes them on in a ring and stores two; few tokens' gradients are added in rank order in any
-    case. Both apply to backward passes that run afterwards. With "ulysses", later attention calls,
-    contexts and styles without a `method` exchange heads, and gradients travel as with "allgather".
-    Must be set identically on all ranks. Raises `ValueError` for
-    another name. Source: torch's `set_rotate_method`.
+    case, and on GPUs gradients of 1 GiB or more, of all ranks, travel in a ring in any case. Both
+    apply to backward passes that run afterwards. With "ulysses", later attention calls, contexts
+    and styles without a `method` exchange heads, and gradients travel as with "allgather". Must be
+    set identically on all ranks. Raises `ValueError` for another name. Source: torch's
+    `set_rotate_method`.
     """
     global _rotate_method
     if rotate_method not in ROTATE_METHODS:

@@ -5,12 +5,14 @@ Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from symm_cp import runtime
+from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import (
@@ -21,6 +23,12 @@ from symm_cp.ops.attention.tiles import (
 from symm_cp.runtime.calls import GatherAndScatterCall, GatherCall
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
+
+# From this many bytes of sums on, gradients travel in a ring on streams. Otherwise the sums for all
+# ranks are stored three times, in two slots and where they arrive: 26 GB for a million tokens of
+# Llama-3 8B's shapes. A ring stores two ranks' sums, and kernels of so many tokens hide its
+# transfers; it adds in another order, so a smaller limit would change bits for no gain.
+_RING_BYTES = 1 << 30
 
 #: Tensors saved for a backward pass, and a gradient that it takes or returns.
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -127,13 +135,21 @@ def reduce_gradients(
         spec.call_name(op, key, *details),
         shapes=spec.shard_shapes(key),
         partials=partials,
-        ring=spec.method == "alltoall",
+        ring=spec.method == "alltoall" or _needs_ring(key.device, partials, dtype),
     )
     runtime.run(call)
     if shared:
         for rows, part in zip(shared, grads_in(total, sent), strict=True):
             rows.copy_(part)
     return grads
+
+
+def _needs_ring(
+    device: torch.device, partials: Sequence[Sequence[int]], dtype: torch.dtype
+) -> bool:
+    """Whether there is no room for the sums for all ranks; the same on all ranks."""
+    nbytes = sum(map(math.prod, partials)) * dtype.itemsize
+    return has_streams(device) and len(partials) > 2 and nbytes >= _RING_BYTES
 
 
 def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[torch.Tensor]:

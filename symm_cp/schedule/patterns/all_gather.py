@@ -2,7 +2,7 @@
 
 ALL_GATHER runs in the calling thread, BACKGROUND_ALL_GATHER in lane ``"copy"``. In direct form that
 lane does not read the input after the signals, so the caller may reuse it. In staged form lane
-``"compute"`` copies the input away before the caller goes on.
+``"compute"`` copies the input to the output before the caller goes on.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
@@ -38,26 +38,27 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, *draft.waits("done"))
 
 
-# Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either. "done"
-# belongs to the call two before; in place the copy lane does all, and waits for this call's "done".
+# Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either. In place
+# the copy lane does all, and the call ends with "done".
 #
-#   compute  wait done 1, 2 | copy own, copy>slot |
-#   copy                                          | signal 1, 2 | wait 1, 2 | pull 1, 2 | done 1, 2
+#   compute  copy own |
+#   copy              | copy own>slot | signal 1, 2 | wait 1, 2 | pull 1, 2
 
 
 def _staged(draft: Draft, options: Options) -> None:
     others, in_place = draft.peers, "in_place" in options
     source = draft.source(options)
-    own = Copy(source, draft.own("output", draft.rank))
+    own = draft.own("output", draft.rank)
     if in_place:
-        draft.copy(*draft.signals("ready"), *draft.waits("ready"), own)
+        draft.copy(*draft.signals("ready"), *draft.waits("ready"), Copy(source, own))
     else:
-        draft.publish_in_background(own, *([Copy(source, draft.own("slot"))] if others else []))
+        draft.publish_in_background(own)
         draft.copy(*draft.waits("ready"))
     for peer in others:
         shard = draft.shard(peer, options)
         draft.copy(Copy(shard, draft.own("output", peer)))
-    draft.copy(*draft.signals("done"))
+    for peer in others:
+        draft.copy(*draft.release(peer, in_place=in_place))
     if in_place:
         # The caller may overwrite its tensor after this.
         draft.copy(*draft.waits("done"))

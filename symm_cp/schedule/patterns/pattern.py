@@ -9,8 +9,8 @@ Forms
     ``staged``  up to four lanes: ``"copy"`` (a stream of its own, run by copy engines)
                 exchanges signals and pulls peers' memory ahead of its use; ``"compute"`` (the
                 caller's stream) runs kernels on memory of its own rank, and in the background
-                copies the input away; with option ``lanes`` every second kernel runs on
-                ``"compute2"`` (a stream of its own); ``"signal"`` (a stream of its own) signals
+                copies the input to private memory; with option ``lanes`` every second kernel runs
+                on ``"compute2"`` (a stream of its own); ``"signal"`` (a stream of its own) signals
                 peers when kernels have written their data. The runtime starts the lanes of a call
                 when the caller's stream has reached the call, so the input is complete and private
                 memory may be used again. Lane ``"signal"`` begins with a wait for an own flag of
@@ -66,31 +66,30 @@ Flags between ranks
                    of the peer's memory have ended. Writer: signal; in direct form the only lane.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
                    within the call. Writer: copy.
-    ``"done"``     this rank has read the peer's memory. Signalled in three cases. *In place*: the
+    ``"done"``     this rank has read the peer's memory. Signalled in two cases. *In place*: the
                    caller may overwrite the symmetric tensor once the call has returned, so the call
                    ends by waiting for it. *One slot*: the next call overwrites the data that this
-                   one reads, so the next writer waits for it with ``lag=1``. *Background, staged*:
-                   all variants signal it, see below. Writer: copy; in direct form the only lane.
+                   one reads, so the next writer waits for it with ``lag=1``. Writer: copy; in
+                   direct form the only lane.
 
     In staged form with one slot, each flag is signalled exactly as often as it is awaited, so a
     runtime may have the waiter reset the flag instead of comparing epochs: a graph has no epoch, as
     each replay runs the same commands. In place there are always two slots.
 
 The background in staged form
-    The caller's stream must not wait for peers in a call whose result it has not waited for. So the
-    compute lane, which writes the slot, waits for no signal of calls in flight, only for ``"done"``
-    of the call that used the slot before (``lag`` is the number of slots). (The ready-signal of the
-    call between would say the same, but it comes when the peer reaches that call.) The copy lane
-    signals and pulls. All variants of the channel signal ``"done"``, so that it may be awaited
-    whatever the earlier call was.
+    The caller's stream must not wait for peers in a call whose result it has not waited for,
+    however many such calls there are. So the compute lane only copies the input to private memory
+    of the call: the output, or the memory for the parts of the sum. The copy lane does all else:
+    it copies from there to the slot, signals and pulls, in the order of the calls.
 
 Flags to oneself (staged form; a runtime may turn them into events)
     ``"begun"``                         the caller's writes to its symmetric tensor are complete,
                                         and the slot may be written (writer: compute)
     ``"made<i>"``, ``"made"``           the i-th kernel's part of the slot, or the part of all
                                         kernels, has been written (compute)
-    ``"published"``                     the contents of the slot have been written (compute);
-                                        in the background, the input is no longer needed
+    ``"published"``                     the contents of the slot have been written (compute)
+    ``"copied"``                        in the background: the input has been copied to private
+                                        memory, and is no longer needed (compute)
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
     ``"pulled"``                        all shards have arrived (copy)
     ``"collected"``                     all partial sums for this rank have arrived (copy)
@@ -240,15 +239,11 @@ class Draft:
             self.copy(Wait(self.rank, "begun"))
         self.copy(*self.publish(source))
 
-    def publish_in_background(self, *copies: Copy) -> None:
-        """Copies the input away in the caller's lane, then signals from the copy lane."""
-        free = [Wait(peer, "done", lag=self.slots) for peer in self.peers]
-        if free and self.slots == 1:
-            # Orders the copies behind the last call's "done"; no other edge of a graph does.
-            self.copy(*free, Signal(self.rank, "free"))
-            free = [Wait(self.rank, "free")]
-        self.compute(*free, *copies, Signal(self.rank, "published"))
-        self.copy(Wait(self.rank, "published"), *self.signals("ready"))
+    def publish_in_background(self, private: Region) -> None:
+        """Copies the input to private memory; then the copy lane fills the slot, and signals."""
+        self.compute(Copy(self.own("input"), private), Signal(self.rank, "copied"))
+        slot = [Copy(private, self.own("slot"))] if self.peers else []
+        self.copy(Wait(self.rank, "copied"), *self.claim_slot(), *slot, *self.signals("ready"))
 
     def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
         """Signals that the peer's memory has been read, if the peer waits for that."""

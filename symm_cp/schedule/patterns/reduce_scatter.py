@@ -3,7 +3,7 @@
 ``Compute("reduce", rank, ...)`` reads chunk ``rank`` of every rank's contribution: ``"input"``, of
 W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
 while the caller goes on. In direct form that lane does not read the input after its signals; in
-staged form lane ``"compute"`` copies the input away first.
+staged form lane ``"compute"`` copies the input to ``"partials"`` first.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which peers read where they lie
@@ -36,26 +36,26 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, reduce)
 
 
-# Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials". As
-# above, "done" is the signal of the call two before, and in place the copy lane does all.
+# Rank 0 of 3, staged: the slot holds the input; chunk 0 of all slots comes to "partials", which
+# holds the input before. In place the copy lane does all, and the call ends with "done".
 #
-#   compute  wait done 1, 2 | copy own, copy chunks>slot |
-#   copy       signal 1, 2 (when they are there) | wait 1, 2 | pull 1, 2 | done 1, 2 | reduce
+#   compute  copy input>partials |
+#   copy       copy partials>slot | signal 1, 2 | wait 1, 2 | copy own, pull 1, 2 | reduce
 
 
 def _staged(draft: Draft, options: Options) -> None:
     rank, others, in_place = draft.rank, draft.peers, "in_place" in options
     parts = tuple(draft.own("partials", source) for source in range(draft.world_size))
-    own, theirs = ("symmetric", "symmetric") if in_place else ("input", "slot")
-    keep = Copy(draft.own(own, rank), parts[rank])
     if in_place:
-        draft.copy(keep, *draft.signals("ready"))
+        draft.copy(*draft.signals("ready"))
     else:
-        published = (Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in others)
-        draft.publish_in_background(keep, *published)
+        draft.publish_in_background(draft.own("partials"))
     draft.copy(*draft.waits("ready"))
-    draft.copy(*(Copy(Region(peer, theirs, rank), parts[peer]) for peer in others))
-    draft.copy(*draft.signals("done"))
+    for owner in (rank, *others) if others or in_place else ():
+        chunk = Region(owner, draft.shard(owner, options).buffer, rank)
+        draft.copy(Copy(chunk, parts[owner]))
+    for peer in others:
+        draft.copy(*draft.release(peer, in_place=in_place))
     draft.copy(Compute("reduce", rank, parts, (draft.own("output"),)))
     if in_place:
         # The caller may overwrite its tensor after this.

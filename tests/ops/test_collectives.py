@@ -293,8 +293,10 @@ def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:
             unfused = call()
         assert [channel.epoch for channel in channels] == before, op.name
         for one, other in zip(fused, unfused, strict=True):
-            coarse = {"rtol": 2.0**-6, "atol": 0.1} if one.dtype == torch.bfloat16 else {}
-            torch.testing.assert_close(one, other, msg=lambda text, op=op: op.name + text, **coarse)
+            # Attention of few tokens has a form of its own on one host.
+            near = {"rtol": 1e-5, "atol": 1e-4} if one.dtype == torch.float32 else {}
+            near = {"rtol": 2.0**-6, "atol": 0.1} if one.dtype == torch.bfloat16 else near
+            torch.testing.assert_close(one, other, msg=lambda text, op=op: op.name + text, **near)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))

@@ -9,8 +9,8 @@ later, as FSDP's are. The machine is drawn as well, with plans or without. Matri
 integers, so all results are exact.
 
 With `--grow` the calls make and replace the workspaces instead of `reserve`. A rare hang remains
-there: freeing a replaced workspace waits for the device, and another thread's call may begin to wait
-for a peer that frees one, too.
+there: freeing a replaced workspace waits for the device, while another thread's call may begin to
+wait for a peer that frees one, too.
 """
 
 from __future__ import annotations

@@ -22,11 +22,15 @@ namespace {
 
 using OptionalTensor = const std::optional<at::Tensor>&;
 
-// Limits of torch's kernel: with more than kTorchsRows rows per key head this library's own kernel
-// is faster, and with fewer than kTorchsKeys keys torch's kernel treats a row of NaN scores as a
-// row that sees no key.
-constexpr int64_t kTorchsRows = 64;
+// With fewer keys, torch's kernel treats a row of NaN scores as a row that sees no key.
 constexpr int64_t kTorchsKeys = 16;
+
+// Whether torch's kernel is faster than this library's own for so many rows per key head. (It takes
+// two to four times as long for one row of a 16-bit dtype, and twice as long from 8 rows on.)
+bool torch_is_faster(at::ScalarType dtype, int64_t rows) {
+  if (!attention_has_blocks(dtype)) return rows <= 64;
+  return rows < 8 && (rows > 1 || dtype == at::kFloat);
+}
 
 // Keys `begin` to `end`, and the distances from the diagonal at which queries see them: see
 // TileOptions.
@@ -139,7 +143,8 @@ void attend_to_part(const at::Tensor& queries, const at::Tensor& keys, const at:
       if (part.size(3) > 1) part = part.narrow(3, segment.begin, count);
       part = additive(part, lse).expand({part.size(0), part.size(1), part.size(2), count});
     }
-    const bool few = rows * (heads / key.size(1)) <= kTorchsRows && count >= kTorchsKeys;
+    const bool few =
+        count >= kTorchsKeys && torch_is_faster(query.scalar_type(), rows * (heads / key.size(1)));
     const bool banded = segment.low || segment.high;
     if (few && !banded && !softcap && segments.size() == 1 && shares_mask(part, rows) &&
         key.size(3) == value.size(3)) {

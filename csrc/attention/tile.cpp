@@ -271,6 +271,16 @@ void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query
   run.template operator()<PlainBackward<float>, float>();
 }
 
+bool attention_has_blocks(at::ScalarType dtype) {
+  const bool has_float32 = is_blocked({1, 1, 1, 1, 1, 1, 1});
+  switch (dtype) {
+    case at::kFloat: return has_float32;
+    case at::kBFloat16: return has_float32 || at::native::cpublas::could_pack(at::kBFloat16);
+    case at::kHalf: return has_float32 && !at::native::cpublas::could_pack(at::kHalf);
+    default: return false;
+  }
+}
+
 // The schemas name the fields of `TileOptions`.
 #define SYMM_CP_TILE_OPTIONS                                                                      \
   "Tensor? mask, int? low, int? high, float scale, float? softcap, Tensor? bias, int bias_zero, " \
@@ -317,18 +327,7 @@ TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
                 {mask, low, high, scale, softcap, bias, bias_zero, query_positions, key_positions,
                  dropout_p, dropout_seed, sample_offset, head_offset});
           }));
-  // Whether these ops are faster than torch's for the dtype: if the processor multiplies small
-  // blocks of it, or if it multiplies small blocks of float32 and torch does not multiply small
-  // blocks of the dtype.
-  m.def("attention_has_blocks(ScalarType dtype) -> bool", [](at::ScalarType dtype) {
-    const bool has_float32 = is_blocked({1, 1, 1, 1, 1, 1, 1});
-    switch (dtype) {
-      case at::kFloat: return has_float32;
-      case at::kBFloat16: return has_float32 || at::native::cpublas::could_pack(at::kBFloat16);
-      case at::kHalf: return has_float32 && !at::native::cpublas::could_pack(at::kHalf);
-      default: return false;
-    }
-  });
+  m.def("attention_has_blocks(ScalarType dtype) -> bool", attention_has_blocks);
 }
 
 }  // namespace symm_cp

@@ -25,6 +25,11 @@ struct TileOptions {
 void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const at::Tensor& out, const at::Tensor& lse, const TileOptions& options);
 
+// Whether this is faster than torch's kernel for the dtype: if the processor multiplies small
+// blocks of it, or if it multiplies small blocks of float32 and torch does not multiply small
+// blocks of the dtype.
+bool attention_has_blocks(at::ScalarType dtype);
+
 // Returns the sum of grad_out * out of each row, less grad_lse: see native_tiles.py.
 at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
                            const std::optional<at::Tensor>& grad_lse);

@@ -120,14 +120,15 @@ def head() -> str:
         row = load(file)[1][case]
         lines.append([text, *(ratio(row, variant) for variant in variants)])
     before = (
-        "Time / time of the compute alone, on data that is there already: 1.00 if communication is "
-        f"free, lower is better. 2 ranks of one thread, {machine()}"
+        "Time of an op by the time of the same compute without communication: lower is better, 1.00 if "
+        "communication costs nothing. Unfused is the collective, then the compute, over this project's "
+        f"backend and over gloo. 2 ranks of one thread, {machine()}"
     )
     after = [
         below_one([line[1] for line in lines]),
         against_unfused(),
         against_one_process(),
-        "Several sockets and GPUs were not measured.",
+        "Not measured: several CPUs, GPUs.",
     ]
     return "\n".join(
         [
@@ -144,14 +145,16 @@ def against_unfused() -> str:
     """States the worst ratio of a fused op to its unfused form."""
     _, rows = load("never_behind")
     worst = max(row["behind"] for row in rows.values())
-    return f"Fused ops take at most {worst:.2f} of the time of unfused ones ({len(rows)} cases)."
+    return (
+        f"At worst, of {len(rows)} cases, a fused op takes {worst:.2f} of its unfused form's time."
+    )
 
 
 def below_one(fused: Sequence[str]) -> str:
     """Explains how a fused op can be faster than its compute alone, if one is."""
     if not any(cell and float(cell) < 1 for cell in fused):
         return ""
-    return "Values below 1: our output reuses memory, the baseline allocates it."
+    return "Values below 1: our output reuses memory, the compute alone allocates it."
 
 
 #: Comparisons with one process in README.md: text, file, case, the variant of the ranks.
@@ -185,8 +188,8 @@ def against_one_process() -> str:
     if not machines:
         return ""
     return (
-        f"Time / time of one process that uses both cores: {machines}. So on one socket use ranks "
-        "for memory, long sequences and tests, not for speed."
+        f"Time by that of one process with both cores (above 1: slower): {machines}. So on one CPU "
+        "use ranks for long sequences and tests, not for speed."
     )
 
 

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     on_cuda = ALL_GATHER_AND_CONSUME.staged(in_place=True).schedules(RANKS)
     timelines = {
         "unfused": on_one_lane(copies=RANKS - 1),
-        "CPU, symmetric input read in place": on_one_lane(copies=0),
-        "CUDA, pulled by copy engines": of_rank_0(simulate([on_cuda], cost)),
+        "fused on CPU, peers' memory read in place": on_one_lane(copies=0),
+        "fused on CUDA (experimental)": of_rank_0(simulate([on_cuda], cost)),
     }
     draw(PICTURE, timelines, "all-gather-matmul on 4 ranks")

@@ -120,9 +120,9 @@ def head() -> str:
         row = load(file)[1][case]
         lines.append([text, *(ratio(row, variant) for variant in variants)])
     before = (
-        "Time of an op by the time of the same compute without communication: lower is better, 1.00 "
-        "if communication costs nothing. Unfused is the collective, then the compute, over this "
-        f"project's backend and over gloo. 2 ranks of one thread, {machine()}"
+        "Time of an op by the time of the same compute without communication: lower is better, "
+        "1.00 if communication costs nothing. Unfused is the collective, then the compute, over "
+        f"this project's backend and over gloo. 2 ranks of one thread, {machine()}"
     )
     after = [
         below_one([line[1] for line in lines]),

@@ -229,7 +229,8 @@ def test_one_process_with_all_threads_is_in_readme_once_measured(
     )
     assert readme_figures.against_one_process().startswith(
         "Time by that of one process with both cores (above 1: slower): decoding 0.83 on an M "
-        "llama_inference; training with context parallelism on 4,096 tokens 2.00 on an M context_parallel."
+        "llama_inference; training with context parallelism on 4,096 tokens 2.00 on an M "
+        "context_parallel."
     )
     row["ms"].pop(readme_figures.ONE_PROCESS)
     assert readme_figures.against_one_process() == ""

@@ -366,7 +366,8 @@ def _moves(inputs: _Inputs) -> Iterator[Case]:
         "low-contention reduce-scatter",
         lambda: wait(ops._low_contention_reduce_scatter(whole, "sum", name)),
         None,
-        equals(lambda: inputs.scattered(whole)),
+        # The slot holds all parts: peers that are this rank itself add its own part, too.
+        equals(lambda: whole.chunk(inputs.ranks)[inputs.rank] * inputs.ranks),
         torchs=lambda: wait(torch_symm_mem._low_contention_reduce_scatter(whole, "sum", name)),
     )
     wide, down = inputs.down()

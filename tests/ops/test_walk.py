@@ -81,7 +81,7 @@ def walk_attention(group: dist.ProcessGroup, tokens: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tokens", "most", "native"),
-    [(16, 12, True), (512, 215, False)],
+    [(16, 12, True), (512, 12, True), (1024, 219, False)],
 )
 def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool) -> None:
     """Limits the Python functions called by a forward pass on 2 ranks."""

@@ -8,15 +8,15 @@ import re
 
 import pytest
 
+from symm_cp.ops.op import declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults import mismatches, moments
 from tests.patience import patient
 
+_BACKEND = "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|send|recv"
 OPS = re.compile(
-    r"all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|send|recv|making group|"
-    r"all_gather_\w+|matmul_\w+|\w+_matmul|fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous|"
-    r"_route_to_experts"
+    "|".join((_BACKEND, "making group", "symm_mem.rendezvous", *(op.name for op in declared())))
 )
 #: Seconds until each rank has been told.
 LIMIT = 2.0

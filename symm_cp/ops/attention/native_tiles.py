@@ -26,7 +26,8 @@ from symm_cp.tensors import dtypes
 @cache
 def has_blocks(dtype: torch.dtype) -> bool:
     """Whether these kernels beat torch's for a dtype on this processor."""
-    return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
+    with torch._C._DisableTorchDispatch():  # the first call may be recorded, or captured
+        return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
 
 
 def _options(scoring: Scoring, tile_mask: TileMask) -> tuple[object, ...]:

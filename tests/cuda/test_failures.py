@@ -162,7 +162,7 @@ def second_lane(group: dist.ProcessGroup) -> None:
     )
 
     def slow(terms: Terms, *args: Any) -> None:
-        if next(kernels) == 1:
+        if next(kernels) > 0:  # a kernel that an earlier test left may run now, too
             assert may_end.wait(20)
         add_up(terms, *args)
 

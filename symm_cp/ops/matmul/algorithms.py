@@ -13,8 +13,7 @@ bfloat16 on a processor with AMX), so larger tensors go by shards, without memor
 The numbers for GPUs are from the model of 8 H100 in benchmarks/gpu_algorithms.py, bfloat16; no GPU
 has measured any of these algorithms. Over the model's grid of 2 to 8 ranks, 1 to 4,096 rows of a
 rank and 1,024 to 14,336 features, the chosen one takes 1.01 of the fastest one on average, and 1.24
-at most (few inner features). `symm-cp tune` measures,
-and its table comes before this file.
+at most (few inner features). `symm-cp tune` measures, and its table comes before this file.
 """
 
 from __future__ import annotations

@@ -166,13 +166,11 @@ def second_lane(group: dist.ProcessGroup) -> None:
             assert may_end.wait(20)
         add_up(terms, *args)
 
-    with simulation(delays_us=0, plan_at=-1) as made:
-        with (
-            unittest.mock.patch.object(Terms, "add_up", slow),
-            tuning.forced("lanes"),
-            no_memory(2),
-            pytest.raises(MemoryError),
-        ):
+    with (
+        unittest.mock.patch.object(Terms, "add_up", slow),  # kernels look it up as they begin
+        simulation(delays_us=0, plan_at=-1) as made,
+    ):
+        with tuning.forced("lanes"), no_memory(2), pytest.raises(MemoryError):
             scatter(group)
         # Memory that the kernel uses has been freed, and the next call takes it again.
         made.call(made.current_stream(), lambda: later.append(1))

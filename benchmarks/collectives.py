@@ -27,10 +27,11 @@ from benchmarks.rivals import NAMES, Call, Rival, TorchRival
 from symm_cp.commands.bench import jobs
 from symm_cp.commands.bench.jobs import Setting, groups_over
 from symm_cp.commands.harness.measure import FUSED, IN_PLACE, LIMIT, unfused_over
+from symm_cp.ops.direct import direct
 
 _KIB = 1024
 #: KiB of a tensor to sum, of a rank's input to an all-gather, or result of a reduce-scatter.
-SIZES = (1, 8, 64, 512, 4096, 32768)
+SIZES = (1, 8, 32, 64, 128, 512, 4096, 32768)
 
 # Registers "fake", a backend that does nothing: it shows the time of torch's wrappers.
 _FAKE = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
@@ -92,10 +93,15 @@ def _case(
 def _other_all_reduces(
     group: dist.ProcessGroup, on: Mapping[str, dist.ProcessGroup], zeros: torch.Tensor
 ) -> dict[str, Call | None]:
-    """The op with a gradient, and functional collectives in place."""
-    leaf = zeros.clone().requires_grad_()
+    """The op with a gradient, as vLLM calls it, in place, and functional collectives in place."""
+    leaf, plain, in_place = zeros.clone().requires_grad_(), zeros.clone(), zeros.clone()
     one_shot, name = torch.ops.symm_mem.one_shot_all_reduce, group.group_name
-    calls: dict[str, Call | None] = {"op, with a gradient": lambda: one_shot(leaf, "sum", name)}
+    new, into = direct("one_shot_all_reduce"), direct("one_shot_all_reduce_out")
+    calls: dict[str, Call | None] = {
+        "op, with a gradient": lambda: one_shot(leaf, "sum", name),
+        "in vLLM's plug-in": lambda: new(plain, "sum", name),
+        "the same, in place": lambda: into(in_place, "sum", name, in_place),
+    }
     all_reduce, wait = _functional.all_reduce_.default, _functional.wait_tensor.default
     for backend, of in on.items():
         calls[f"functional in place, {backend}"] = partial(

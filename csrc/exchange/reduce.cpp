@@ -296,14 +296,41 @@ inline __attribute__((always_inline)) void pass_over(const Operands& given) {
   if (at < given.bytes) reduce_part<Format, Op>(given, at, given.bytes - at);
 }
 
-// For a few sources, the compiler unrolls the loop over them and keeps their addresses in
-// registers, so that the processor loads from a peer's core well ahead: between two cores of an AMD
-// EPYC, an all-reduce of 128 KiB took 10.8 us, and 13.2 without.
+// For a few sources, addresses stay in registers, so that the processor loads from a peer's core
+// well ahead: between two cores of an AMD EPYC, an all-reduce of 128 KiB took 11.1 us, and 13.2
+// without.
 template <class Format, class Op, int kCount>
-inline __attribute__((always_inline)) void pass_over_few(const Operands& given) {
+void pass_over_few(const Operands& given) {
+  if (given.streaming) return pass_over<Format, Op>(given);
   const char* sources[kCount];
   std::copy_n(given.sources, kCount, sources);
-  pass_over<Format, Op>({given.out, sources, kCount, given.bytes, given.streaming, given.to_slot});
+  char* const out = given.out;
+  const int64_t bytes = given.bytes;
+  const bool to_slot = given.to_slot;
+  constexpr int kVectors = 4;
+  constexpr int64_t kBlock = kVectors * kVectorBytes;
+  int64_t at = 0;
+  for (; at + kBlock <= bytes; at += kBlock) {
+    if constexpr (Format::kFetchesAhead)
+      fetch_ahead({out, sources, kCount, bytes, false, to_slot}, at, kBlock);
+    if (to_slot) claim_ahead(out, at, bytes, kBlock);
+#pragma GCC unroll 4
+    for (int64_t v = at; v < at + kBlock; v += kVectorBytes) {
+      auto held = Format::load(sources[0] + v);
+#pragma GCC unroll 4
+      for (int s = 1; s < kCount; ++s) {
+        const auto next = Format::load(sources[s] + v);
+        for (size_t i = 0; i < std::size(next.part); ++i)
+          held.part[i] = Op::combine(held.part[i], next.part[i]);
+      }
+      for (auto& part : held.part) part = Op::finish(part, kCount);
+      store_bytes(out + v, Format::pack(held));
+    }
+  }
+  if (at < bytes) {
+    for (const char*& source : sources) source += at;
+    pass_over<Format, Op>({out + at, sources, kCount, bytes - at, false, to_slot});
+  }
 }
 
 template <class Format, class Op>

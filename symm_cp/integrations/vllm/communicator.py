@@ -19,6 +19,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import resolve
 from symm_cp.integrations import parts
+from symm_cp.ops.direct import direct
 
 _CPU = torch.device("cpu")
 
@@ -53,9 +54,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         if not self._on_one_host:
             return super().all_reduce(input_)
         # Native code from the dispatcher on, and one opaque op for vLLM's compiler.
-        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
-            input_, "sum", self._group_name
-        )
+        total: torch.Tensor = direct("one_shot_all_reduce")(input_, "sum", self._group_name)
         return total
 
     def all_gatherv(

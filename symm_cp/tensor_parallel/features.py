@@ -63,7 +63,14 @@ class Features:
     @property
     def count(self) -> int:
         """The number of features that this rank computes."""
-        return self.computed.sizes[self.rank]
+        sizes = self.computed.sizes
+        if type(self.rank) is int:
+            return sizes[self.rank]
+        if len(set(sizes)) > 1:  # `rank` stands for all ranks
+            raise NotImplementedError(
+                f"LocalTensorMode: {self.length} features must divide equally, not into {sizes}"
+            )
+        return sizes[0]
 
     @property
     def length(self) -> int:

@@ -19,6 +19,8 @@ from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.tensors.alignment import contiguous_strides
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
+#: Of `LocalTensor`, the tensors of all ranks in one process.
+_OF_ONE_PROCESS = "torch.distributed._local_tensor"
 #: torch's kernel for 8-bit weights reads the weights again for each row or few rows: with more rows
 #: it is slower than converting the weight first, as torchao does (AMD EPYC: from about 50 rows on).
 _FEW_ROWS = 32
@@ -28,9 +30,11 @@ _WHOLE_VECTORS = 64
 
 
 def is_quantised(weight: object) -> bool:
-    """Whether a weight consists of other tensors, and is no DTensor."""
+    """Whether a weight consists of other tensors, and is no tensor of torch.distributed."""
     kind = type(weight)
-    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
+    if kind in _PLAIN or kind.__module__ == _OF_ONE_PROCESS:
+        return False
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def check(
@@ -38,6 +42,11 @@ def check(
 ) -> None:
     """Raises `NotImplementedError` unless a slice of the weight is enough for each rank."""
     kind = type(weight).__name__
+    if weight.requires_grad:
+        raise NotImplementedError(
+            f"{style}: the weight is quantised ({kind}) and trained, but would get no gradient: "
+            "freeze it by weight.requires_grad_(False)"
+        )
     if sequence_dim is not None:
         raise NotImplementedError(
             f"{style}: the weight is quantised ({kind}): only replicated activations are supported "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch import nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import symm_cp
 from symm_cp.ops.op import Caller, Op, declared
+from symm_cp.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel
 from symm_cp.testing import Ranks
 from tests.ops.calls import completed
 from tests.ops.test_declarations import ON_PEERS
@@ -200,3 +204,31 @@ def test_ops_of_users(ranks: Ranks) -> None:
     for found in outcome.result:
         for tensor in found.values():
             assert tensor.tolist() == [0, 0, 2, 2]
+
+
+def styles_in_one_process(group: dist.ProcessGroup) -> None:
+    """Modules of tensor parallelism, with gradients, against the dense modules."""
+    fake_group(2)
+    torch.manual_seed(1)
+    dense = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    x = torch.randn(1, 8, 4)
+    parts = x.chunk(2, 1)
+    with LocalTensorMode(2):
+        mesh = init_device_mesh("cpu", (2,))
+        plan = {"0": FusedColwiseParallel(), "2": FusedRowwiseParallel()}
+        model = parallelize_module(copy.deepcopy(dense), mesh, plan)
+        y = model(LocalTensor(dict(enumerate(parts))))
+        y.square().sum().backward()
+        grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    wanted = dense(x)
+    wanted.square().sum().backward()
+    for rank, part in enumerate(wanted.chunk(2, 1)):
+        torch.testing.assert_close(y._local_tensors[rank], part)
+        of_rank = [grad._local_tensors[rank] for grad in grads]
+        torch.testing.assert_close(of_rank, [p.grad for p in dense.parameters()])
+
+
+def test_modules_of_tensor_parallelism(ranks: Ranks) -> None:
+    with ranks.own(1, styles_in_one_process) as running:
+        (outcome,) = running.outcomes(60)
+    assert not outcome.failure, outcome.failure

@@ -186,6 +186,10 @@ def refusals(group: dist.ProcessGroup, folder: str) -> None:
     style = FusedColwiseParallel()
     with pytest.raises(NotImplementedError, match="FusedColwiseParallel: the weight is quantised"):
         parallelize_module(model.model.layers[0].mlp.up_proj, mesh, style)
+    weight = model.model.layers[0].mlp.down_proj.weight.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"down_proj.*quantised.*trained.*freeze it"):
+        apply(model, mesh)
+    weight.requires_grad_(False)
     assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
     apply(model, mesh)
     with pytest.raises(NotImplementedError, match=r"save_pretrained: .* is quantised"):

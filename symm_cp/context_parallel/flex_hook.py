@@ -11,9 +11,7 @@ again for another region, or outside of regions.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.gathered_keys import compiled_flex, in_tiles, original
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, outside_graph, untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,13 +84,7 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
         return _traced(*args, **kwargs)
     # Called by frames that Dynamo could not trace, or recompiled too often. It must not compile the
     # functions that they call piece by piece.
-    eager = _untraced() if "torch._dynamo" in sys.modules else flex.attend
-    return eager(*args, **kwargs)
-
-
-@functools.cache
-def _untraced() -> Callable[..., Any]:
-    return torch.compiler.disable(flex.attend)  # type: ignore[no-any-return]
+    return untraced(flex.attend)(*args, **kwargs)
 
 
 # --- traced by Dynamo ------------------------------------------------------------------------
@@ -163,8 +155,5 @@ def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     # A graph would leave out the gradients of a rank without a position, for which peers wait. If
     # torch's kernels attend to gathered keys, masks are cut outside of the graph.
     if region.layouts is None or region.holds_none or not in_tiles(query.device):
-        # Imported here because it loads Dynamo.
-        from symm_cp.context_parallel.graph_breaks import outside_graph
-
         return outside_graph(flex.attend_compiled, query, *args, **kwargs)
     return flex.attend_within(region, compiled_flex, query, *args, **kwargs)

@@ -11,9 +11,7 @@ Shapes: T tokens of this rank, N documents, B samples.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,12 @@ from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.gathered_keys import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion, with_padding
+from symm_cp.context_parallel.region import (
+    ParallelRegion,
+    outside_graph,
+    untraced,
+    with_padding,
+)
 from symm_cp.cuda.cached import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
@@ -59,16 +62,13 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
     if region.world_size == 1 and _unsupported(func, given) is not None:
         return func(*args, **kwargs)
     query = given["query"]
-    attend_now: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _call
     if not torch.compiler.is_dynamo_compiling():
         # In frames that Dynamo could not trace, it would compile the called functions piecewise.
-        attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
+        out, lse = untraced(_call)(region, func, given)
     elif region.holds_none or not in_tiles(query.device):
-        # Imported here because it loads Dynamo.
-        from symm_cp.context_parallel.graph_breaks import outside_graph
-
-        attend_now = functools.partial(outside_graph, _call)
-    out, lse = attend_now(region, func, given)
+        out, lse = outside_graph(_call, region, func, given)
+    else:
+        out, lse = _call(region, func, given)
     return out, lse, torch.zeros((2,), dtype=torch.uint64, device=query.device)
 
 
@@ -83,11 +83,6 @@ def _call(
     region: ParallelRegion, func: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return reporting_to_peers(region.peers, _attend_given, region, func, given)
-
-
-@functools.cache
-def _untraced() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compiler.disable(_call)  # type: ignore[no-any-return]
 
 
 _SERVED = {

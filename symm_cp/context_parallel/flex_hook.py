@@ -12,7 +12,6 @@ again for another region, or outside of regions.
 from __future__ import annotations
 
 import inspect
-import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.gathered_keys import compiled_flex, in_tiles, original
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.region import ParallelRegion, outside_graph, untraced
+from symm_cp.context_parallel.while_used import WhileUsed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,29 +54,21 @@ def _redirection(function: types.FunctionType) -> types.CodeType:
     return code
 
 
-class _FlexHook:
-    """Redirects `flex_attention` while it is acquired at least once."""
-
-    def __init__(self) -> None:
-        self._function = torch_flex.flex_attention
-        self._code = self._function.__code__
-        self._redirected = _redirection(self._function)
-        self._lock = threading.Lock()
-        self._users = 0
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            self._function.__code__ = self._redirected
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._function.__code__ = self._code
+_FUNCTION = torch_flex.flex_attention
+_ORIGINAL, _REDIRECTED = _FUNCTION.__code__, _redirection(_FUNCTION)
 
 
-flex_hook = _FlexHook()
+def _redirect() -> Callable[[], None]:
+    _FUNCTION.__code__ = _REDIRECTED
+    return _restore
+
+
+def _restore() -> None:
+    _FUNCTION.__code__ = _ORIGINAL
+
+
+#: Redirects `flex_attention` while it is acquired.
+flex_hook = WhileUsed(_redirect)
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:

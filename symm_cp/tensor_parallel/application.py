@@ -159,11 +159,11 @@ class _Application:
                 )
         split = [r.owner for r in self.rules if r.kind != "replicated_with_grad_allreduce"]
         adapters.check(self.model, split)
-        for rule in self.linears:
-            self._check_linear(rule)
         for rule in self.rules:
             if rule.parameter:
                 self._check_parameter(rule)
+            elif rule.kind in COLWISE | ROWWISE:
+                self._check_linear(rule)
             elif rule.kind == "embedding_rowwise":
                 self._check_embedding(rule)
             elif rule.kind in EXPERTS:
@@ -427,9 +427,7 @@ class _Application:
                 )
 
         for block in members_of_lists(self.model):
-            owners = [
-                part for part in block.modules() if isinstance(part, wrappers.LocalParameters)
-            ]
+            owners = [p for p in block.modules() if isinstance(p, wrappers.LocalParameters)]
             wrappers.wrap(block, wrappers.LocalParametersInside, owners=owners)
 
     def _summed(self) -> Iterator[str]:

@@ -307,11 +307,11 @@ def test_other_lengths(ranks: Ranks, dynamic: bool | None) -> None:
 
 
 def styled(group: dist.ProcessGroup) -> None:
-    problem = Problem(group, 32 * group.size(), scored=False)
+    problem = Problem(group, 32 * group.size())
 
     class Plain(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return flex_attention(q, k, v, block_mask=problem.mask)
+            return flex_attention(q, k, v, problem.score_mod, problem.mask)
 
     style = symm_cp.ContextParallel(2, symm_cp.ContextParallel.AttentionType.FLEX)
     attention = parallelize_module(Plain(), mesh_of(group), style)

@@ -110,29 +110,6 @@ def test_masks_of_the_whole_sequence(ranks: Ranks) -> None:
     ranks.run(2, takes_masks_of_the_whole)
 
 
-def drops_weights(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    batch = causal_batch(24, padding="right")
-    client = LLAMA.having(attention_dropout=0.4)
-    torch.manual_seed(seed)
-    result = under_context_parallel(
-        group,
-        client,
-        batch,
-        balancer=symm_cp.HeadTail(24, group.size()),
-        prepare=nn.Module.train,
-    )
-    return [result.loss, *(grad for grad in result.grads.values() if grad is not None)]
-
-
-def test_the_same_weights_are_dropped_on_one_rank_and_on_two(ranks: Ranks) -> None:
-    on_one, on_two = (ranks.run(size, drops_weights, 5)[0] for size in (1, 2))
-    for got, want in zip(on_two, on_one, strict=True):
-        assert_near("dropout", got, want, 2e-5)
-    other = ranks.run(2, drops_weights, 6)[0]
-    assert not torch.allclose(other[0], on_two[0])
-
-
 # --- set and restored --------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ def attention_function(
         del kwargs["position_bias"]
     if region is None or (of_one and not isinstance(attention_mask, SequenceMask)):
         options["is_causal"] = is_causal
-        return outside.attend(module, *tensors, attention_mask, **options, **kwargs)
+        return outside.attend(module, query, key, value, attention_mask, **options, **kwargs)
     out = reporting_to_peers(
         region.peers,
         handled,

@@ -324,7 +324,6 @@ def loads_and_trains(group: dist.ProcessGroup, family: str, folder: str) -> None
         ],
     ),
 )
-@pytest.mark.exhaustive
 def test_goes_on_at_another_world_size(
     ranks: Ranks, family: str, world_size: int, tmp_path: Path
 ) -> None:

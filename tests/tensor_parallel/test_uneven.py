@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -162,34 +160,6 @@ def test_features_that_ranks_share() -> None:
             assert not mine.as_stored
     # Enough for all ranks: nothing is shared.
     assert Features.divided(32, 1, 2, 8, 4) == Features.divided(32, 1, 2, 8)
-
-
-def saves(group: dist.ProcessGroup, folder: str) -> list[torch.Tensor]:
-    model = _checkpointed(group)
-    state = {"model": model.state_dict()}
-    dcp.save(state, checkpoint_id=folder, process_group=group)
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
-
-
-def _checkpointed(group: dist.ProcessGroup) -> nn.Module:
-    dense = nn.Sequential(Attention(6, 5, 2), FeedForward(6, 7))
-    return parallelize_module(dense, mesh_of(group), plan(2, "replicated"))
-
-
-def loads(group: dist.ProcessGroup, folder: str, expected: list[torch.Tensor]) -> None:
-    model = _checkpointed(group)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder, process_group=group)
-    model.load_state_dict(state["model"])
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.full_tensor(), value)
-
-
-def test_checkpoints_load_at_another_world_size(ranks: Ranks) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        expected = ranks.run(3, saves, folder)[0]
-        ranks.run(2, loads, folder, expected)
-        ranks.run(1, loads, folder, expected)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

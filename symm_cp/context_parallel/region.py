@@ -289,27 +289,24 @@ def region_over(
     return ParallelRegion(name, size, rank, known, choose, kind, split)  # type: ignore[arg-type]
 
 
-_local = threading.local()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[ParallelRegion] = []
 
 
-def _regions() -> list[ParallelRegion]:
-    stack: list[ParallelRegion] | None = getattr(_local, "regions", None)
-    if stack is None:
-        stack = _local.regions = []
-    return stack
+_thread = _Thread()
 
 
 def push(region: ParallelRegion) -> None:
     """Makes a region the innermost one of this thread."""
-    _regions().append(region)
+    _thread.regions.append(region)
 
 
 def pop() -> None:
     """Removes the innermost region of this thread."""
-    _regions().pop()
+    _thread.regions.pop()
 
 
 def active() -> ParallelRegion | None:
     """Returns the innermost region of this thread."""
-    stack = _regions()
-    return stack[-1] if stack else None
+    return _thread.regions[-1] if _thread.regions else None

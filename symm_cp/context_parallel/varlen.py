@@ -12,7 +12,7 @@ Shapes: T tokens of this rank, N documents, B samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -126,24 +126,17 @@ def _attend_given(
     if given.get("is_causal", False):
         right = 0
     tensors = (given["query"], given["key"], given["value"])
-    documents = Documents(given["cu_seq_q"], given["cu_seq_k"])
+    documents = given["cu_seq_q"], given["cu_seq_k"]
     return attend(region, tensors, documents, (left, right), given.get("scale"))
 
 
 # --- attention to packed documents --------------------------------------------------------------
 
 
-class Documents(NamedTuple):
-    """Cumulative lengths of the documents of all ranks' tokens: (N + 1,) of int32 or int64."""
-
-    cu_seq_q: torch.Tensor
-    cu_seq_k: torch.Tensor
-
-
 def attend(
     region: ParallelRegion,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    documents: Documents,
+    documents: tuple[torch.Tensor, torch.Tensor],
     window: tuple[int, int],
     scale: float | None = None,
     *,
@@ -155,7 +148,8 @@ def attend(
         region: gives the group, and how each sequence is spread.
         tensors: query (T, H, E), key (T, G, E) and value (T, G, V), this rank's parts of each
             sequence, one after the other. G is H or a divisor of it.
-        documents: the documents of the whole sequences.
+        documents: cumulative lengths of the documents of all ranks' queries and keys, (N + 1,) of
+            int32 or int64.
         window: how many positions before and after its own a query sees; negative: all.
         scale: of the scores; 1 / sqrt(E) by default.
         layouts: encoded layouts to use instead of the region's.
@@ -171,8 +165,7 @@ def attend(
         layouts = _layouts(region, tokens)
     told = region.peers
     edges, layouts = torch.ops.symm_cp.packed_sequence(
-        documents.cu_seq_q,
-        documents.cu_seq_k,
+        *documents,
         tokens,
         layouts,
         region.group,

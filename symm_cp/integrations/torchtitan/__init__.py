@@ -243,7 +243,7 @@ class _Varlen:
         out, lse = varlen.attend(
             self._region,
             (q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)),
-            varlen.Documents(attention_masks.cu_seq_q, attention_masks.cu_seq_k),
+            (attention_masks.cu_seq_q, attention_masks.cu_seq_k),
             self._window,
             scale,
             layouts=encoded((self._region.layout(held).of_all_samples,)),

@@ -393,7 +393,8 @@ class FusedRowwiseParallel(ParallelStyle):
             raise ValueError(f"{style}: multiple_of={self.multiple_of} is for linears only")
         features = Features.divided(module.num_embeddings, mesh.get_local_rank(), mesh.size())
         _distribute(style, module, mesh, Shard(0), Shard(0), self.src_data_rank)
-        _become(module, split_class(type(module)), features, group, self)
+        kind: Any = type(module)
+        _become(module, split_class(kind), features, group, self)
         return module
 
     def __repr__(self) -> str:

@@ -24,7 +24,14 @@ from torch.nn.attention.flex_attention import (
 import symm_cp
 from symm_cp.context_parallel import gathered_keys
 from symm_cp.testing import Ranks
-from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
+from tests.context_parallel.common import (
+    CLOSE,
+    Tensors,
+    assert_all_close,
+    attention,
+    mesh_of,
+    whole,
+)
 from tests.exhaustive import some
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -47,12 +54,9 @@ def block_mask(length: int) -> BlockMask:
 def dense(given: Tensors, *, scores: bool) -> Tensors:
     q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
     rows, columns = torch.arange(q.shape[2]), torch.arange(k.shape[2])
-    logits = q @ k.mT / 4
-    if scores:
-        logits = logits + SLOPES[:, None, None] * (columns - rows[:, None])
-    logits = logits.masked_fill(~prefix(0, 0, rows[:, None], columns), -torch.inf)
-    out = logits.softmax(-1) @ v
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]), logits.logsumexp(-1)]
+    bias = SLOPES[:, None, None] * (columns - rows[:, None]) if scores else None
+    out, lse = attention(q, k, v, prefix(0, 0, rows[:, None], columns), bias=bias)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]), lse]
 
 
 def attends(group: dist.ProcessGroup, length: int, seed: int) -> None:

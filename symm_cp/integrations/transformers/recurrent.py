@@ -63,8 +63,8 @@ def _spread(function: Any) -> types.FunctionType:
     known = function.__globals__
     # Leaves out `__name__`: Dynamo would look the functions up in the module of that name.
     scope = {name: value for name, value in known.items() if name != "__name__"}
-    replacements = {_CONVOLUTION: _convolve, _SCAN: _scan, _ALL_IN_ONE: _all_in_one}
-    replacements |= dict.fromkeys(_DELTA_RULES, _delta_rule)
+    replacements: dict[str, Callable[..., Any]] = dict.fromkeys(_DELTA_RULES, _delta_rule)
+    replacements |= {_CONVOLUTION: _convolve, _SCAN: _scan, _ALL_IN_ONE: _all_in_one}
     for name in replacements.keys() & scope.keys():
         scope[name] = partial(replacements[name], known[name])
     copy = types.FunctionType(

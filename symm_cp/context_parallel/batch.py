@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from symm_cp.context_parallel import agreement
+from symm_cp.context_parallel import agreement, inspectors
 from symm_cp.context_parallel.averaging import reduction_of
-from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
+from symm_cp.context_parallel.inspectors import BatchRules, positions
 from symm_cp.context_parallel.layouts import check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import PADDING_ROWS, LoadBalancer
@@ -191,7 +191,7 @@ def _completed(
             f"{_OP}: batch has {of_samples}, which a model compares with the scores of all "
             "positions: gather the model's outputs, and compute the loss from them"
         )
-    rules = None if model is None else batch_rules(_OP, model)
+    rules = None if model is None else inspectors.current().batch_rules(_OP, model)
     if rules is not None:
         rules.add_decoder_input(batch)
     sequence = sequence_of(batch, seq_dim)

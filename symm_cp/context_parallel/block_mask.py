@@ -24,7 +24,8 @@ from symm_cp.ops.attention.flex.mask import (
     within,
 )
 
-_Index = Callable[[torch.Tensor], torch.Tensor]
+#: Looks up the positions of a sample's local indices.
+_Index = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def local_block_mask(
@@ -64,16 +65,13 @@ def local_block_mask(
     q = load_balancer.positions(rank, device=device)
     k = keys.permutation(device=device)
     states = _local_states(block_mask, q, k)
-    whole = block_mask.mask_mod
-    if whole is noop_mask:
-        whole = _mask_of_blocks(block_mask)
     separate = block_mask.full_kv_num_blocks is not None
     partial = states == PARTIAL if separate else states != EMPTY
     result = BlockMask.from_kv_blocks(
         *_ordered(partial),
         *(_ordered(states == FULL) if separate else (None, None)),
         BLOCK_SIZE=block_mask.BLOCK_SIZE,
-        mask_mod=_local_mask_mod(whole, q, k),
+        mask_mod=_local_mask_mod(block_mask, q, k),
         seq_lengths=(len(q), len(k)),
     )
     result.symm_cp_global = block_mask
@@ -135,16 +133,13 @@ def _of_samples(
     ]
     device = block_mask.kv_num_blocks.device
     q, k = queries.positions(rank, device=device), keys.permutation(device=device)
-    whole = block_mask.mask_mod
-    if whole is noop_mask:
-        whole = _mask_of_blocks(block_mask)
     names = ["kv_num_blocks", "kv_indices"]
     if block_mask.full_kv_num_blocks is not None:
         names += ["full_kv_num_blocks", "full_kv_indices"]
     return BlockMask.from_kv_blocks(
         *(torch.cat([getattr(mask, name) for mask in masks]) for name in names),
         BLOCK_SIZE=block_mask.BLOCK_SIZE,
-        mask_mod=_local_mask_mod_of_samples(whole, q, k),
+        mask_mod=_local_mask_mod(block_mask, q, k),
         seq_lengths=(q.shape[1], k.shape[1]),
     )
 
@@ -204,7 +199,7 @@ def local_score_mod(
         q_idx: torch.Tensor,
         kv_idx: torch.Tensor,
     ) -> torch.Tensor:
-        return score_mod(score, b, h, q(q_idx), k(kv_idx))
+        return score_mod(score, b, h, q(b, q_idx), k(b, kv_idx))
 
     return local
 
@@ -246,38 +241,31 @@ def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _index(positions: torch.Tensor) -> _Index:
-    """Returns a lookup of positions; indices beyond the end (padded blocks) get the last one."""
+    """Returns a lookup in positions (S,), or (B, S) of each sample.
+
+    Indices beyond the end (padded blocks) get the last position.
+    """
     # Not empty, since the mask of a rank without rows is evaluated, too.
-    padded = positions if len(positions) else positions.new_zeros(1)
-    last = len(padded) - 1
-    return lambda index: padded[index.clamp(max=last)]
+    padded = positions if positions.shape[-1] else positions.new_zeros(*positions.shape[:-1], 1)
+    last = padded.shape[-1] - 1
+    if positions.dim() == 1:
+        return lambda b, index: padded[index.clamp(max=last)]
+    return lambda b, index: padded[b, index.clamp(max=last)]
 
 
-def _local_mask_mod(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Modifier:
-    rows, columns = len(q), len(k)
+def _local_mask_mod(block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> Modifier:
+    """Returns a `mask_mod` of local indices; `q` and `k` are the positions of rows and columns."""
+    mask_mod = block_mask.mask_mod
+    if mask_mod is noop_mask:
+        mask_mod = _mask_of_blocks(block_mask)
+    rows, columns = q.shape[-1], k.shape[-1]
     to_query, to_key = _index(q), _index(k)
 
     def local(
         b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
     ) -> torch.Tensor:
         inside = (q_idx < rows) & (kv_idx < columns)
-        return mask_mod(b, h, to_query(q_idx), to_key(kv_idx)) & inside
-
-    return local
-
-
-def _local_mask_mod_of_samples(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Modifier:
-    """Like `_local_mask_mod`, for positions (B, S) of each sample."""
-    rows, columns = q.shape[1], k.shape[1]
-    to_query, to_key = (t if t.shape[1] else t.new_zeros(len(t), 1) for t in (q, k))
-
-    def local(
-        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
-    ) -> torch.Tensor:
-        inside = (q_idx < rows) & (kv_idx < columns)
-        query = to_query[b, q_idx.clamp(max=max(rows, 1) - 1)]
-        key = to_key[b, kv_idx.clamp(max=max(columns, 1) - 1)]
-        return mask_mod(b, h, query, key) & inside
+        return mask_mod(b, h, to_query(b, q_idx), to_key(b, kv_idx)) & inside
 
     return local
 

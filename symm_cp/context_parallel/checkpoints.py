@@ -10,7 +10,6 @@ enters the region again if it is not active.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from symm_cp.context_parallel import random_numbers
 from symm_cp.context_parallel.flex_hook import current_mode
+from symm_cp.context_parallel.while_used import WhileUsed
 
 # The classes that call the function again: with `use_reentrant=True`, and without. The second is
 # private; if torch drops it, recomputing outside the region raises CheckpointError, because it
@@ -50,31 +50,6 @@ def _in_its_region(body: Callable[..., Any], *, forward: bool) -> Callable[..., 
     return within
 
 
-class _CheckpointHook:
-    """Has checkpoints recompute in the region of their forward pass, while acquired at least once.
-
-    Checkpoints of threads without a region are unchanged.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._restore: Callable[[], None] | None = None
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._restore is None:
-                self._restore = _replace()
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._restore is not None:
-                self._restore()
-                self._restore = None
-
-
 def _replace() -> Callable[[], None]:
     """Replaces torch's functions; returns a function that restores them."""
     forward, init = _REENTRANT.forward, _FRAME and _FRAME.__init__
@@ -96,4 +71,6 @@ def _replace() -> Callable[[], None]:
     return restore
 
 
-checkpoint_hook = _CheckpointHook()
+#: Has checkpoints recompute in the region of their forward pass; those of threads without a region
+#: are unchanged.
+checkpoint_hook = WhileUsed(_replace)

@@ -234,7 +234,7 @@ def _holding(
 def _attending(
     region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
 ) -> Iterator[None]:
-    """Has models attend to the whole sequence, through their libraries' inspectors."""
+    """Has models attend to the whole sequence, through their library's inspector."""
     with ExitStack() as stack:
         watch = region.watch()  # a separate watch: none of the modules has run
         guards.untraced(watch, lambda _: _enter_models(stack, region, watch, model))
@@ -254,14 +254,11 @@ def _enter_models(
             raise TypeError(
                 f"context_parallel: model is a {type(each).__name__}, must be a module or several"
             )
-    is_known = False
-    for inspector in inspectors.loaded():
-        modules = stack.enter_context(inspector.attending(models))
-        is_known |= modules is not None
-        for module in modules or ():
-            if watch is not None and module not in watch.judged:
-                watch.saw(module)
-    if model is not None and not is_known:
+    modules = stack.enter_context(inspectors.current().attending(models))
+    for module in modules or ():
+        if watch is not None and module not in watch.judged:
+            watch.saw(module)
+    if model is not None and modules is None:
         names = ", ".join(sorted({type(each).__name__ for each in models}))
         raise ValueError(f"context_parallel: model={names} has no model of transformers in it")
 

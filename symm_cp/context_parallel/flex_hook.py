@@ -11,10 +11,7 @@ again for another region, or outside of regions.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,7 +24,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.gathered_keys import compiled_flex, in_tiles, original
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, outside_graph, untraced
+from symm_cp.context_parallel.while_used import WhileUsed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,29 +54,21 @@ def _redirection(function: types.FunctionType) -> types.CodeType:
     return code
 
 
-class _FlexHook:
-    """Redirects `flex_attention` while it is acquired at least once."""
-
-    def __init__(self) -> None:
-        self._function = torch_flex.flex_attention
-        self._code = self._function.__code__
-        self._redirected = _redirection(self._function)
-        self._lock = threading.Lock()
-        self._users = 0
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            self._function.__code__ = self._redirected
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._function.__code__ = self._code
+_FUNCTION = torch_flex.flex_attention
+_ORIGINAL, _REDIRECTED = _FUNCTION.__code__, _redirection(_FUNCTION)
 
 
-flex_hook = _FlexHook()
+def _redirect() -> Callable[[], None]:
+    _FUNCTION.__code__ = _REDIRECTED
+    return _restore
+
+
+def _restore() -> None:
+    _FUNCTION.__code__ = _ORIGINAL
+
+
+#: Redirects `flex_attention` while it is acquired.
+flex_hook = WhileUsed(_redirect)
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
@@ -86,13 +76,7 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
         return _traced(*args, **kwargs)
     # Called by frames that Dynamo could not trace, or recompiled too often. It must not compile the
     # functions that they call piece by piece.
-    eager = _untraced() if "torch._dynamo" in sys.modules else flex.attend
-    return eager(*args, **kwargs)
-
-
-@functools.cache
-def _untraced() -> Callable[..., Any]:
-    return torch.compiler.disable(flex.attend)  # type: ignore[no-any-return]
+    return untraced(flex.attend)(*args, **kwargs)
 
 
 # --- traced by Dynamo ------------------------------------------------------------------------
@@ -163,8 +147,5 @@ def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     # A graph would leave out the gradients of a rank without a position, for which peers wait. If
     # torch's kernels attend to gathered keys, masks are cut outside of the graph.
     if region.layouts is None or region.holds_none or not in_tiles(query.device):
-        # Imported here because it loads Dynamo.
-        from symm_cp.context_parallel.graph_breaks import outside_graph
-
         return outside_graph(flex.attend_compiled, query, *args, **kwargs)
     return flex.attend_within(region, compiled_flex, query, *args, **kwargs)

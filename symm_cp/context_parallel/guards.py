@@ -5,8 +5,8 @@ that takes it for the whole: it counts positions from 0, or drops a window that 
 sequence needs. The region sees calls of attention only, so it must inspect the running modules.
 
 While any region is active, a global forward pre-hook passes each module to the `Watch` of the
-innermost region of its thread, which has inspectors.py judge it. A forward hook, which unlike the
-pre-hook gets keyword arguments, passes calls to inspectors. Within `torch.compile` both run when
+innermost region of its thread, which has the inspector judge it. A forward hook, which unlike the
+pre-hook gets keyword arguments, passes calls to the inspector. Within `torch.compile` both run when
 the model is traced. On one rank nothing is spread or refused.
 
 Verdicts are kept with the model: the first module that runs has all modules judged that are
@@ -29,13 +29,13 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Inspector, Known, Limit, known_of
+from symm_cp.context_parallel.inspectors import Known, Limit, known_of
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
-# The arguments whose presence inspectors check in traced code, where there are no values.
+# The arguments whose presence the inspector checks in traced code, where there are no values.
 _SHOWN = (
     *("position_ids", "output_router_logits", "start_positions"),
     *("labels", "shift_labels", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds"),
@@ -57,7 +57,7 @@ class Watch:
     recurred_without_documents: bool = False  # whether the last recurrent layer got none
     judged: set[nn.Module] = field(default_factory=set)
     limits: dict[nn.Module, tuple[Limit, ...]] = field(default_factory=dict)  # of other parts
-    calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # modules with checked calls
+    calls: set[nn.Module] = field(default_factory=set)  # modules with checked calls
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared their seeds
     handles: list[RemovableHandle] = field(default_factory=list)  # of hooks of single modules
@@ -82,9 +82,9 @@ class Watch:
         known = known_of(inner)
         self.first_module = self.first_module or type(inner).__name__
         compiled = inner is not module or module._compiled_call_impl is not None
-        for part, (limits, inspector) in zip(known.parts(), known.judged(), strict=True):
-            if inspector is not None:
-                self.calls[part] = inspector
+        for part, (limits, checks_calls) in zip(known.parts(), known.judged(), strict=True):
+            if checks_calls:
+                self.calls.add(part)
             if not limits:
                 self.judged.add(part)
             elif part is inner or compiled:
@@ -199,10 +199,9 @@ def _complaint_before(called: nn.Module | int) -> str | None:
 @constant_when_traced
 def _complaint_after(called: nn.Module | int, shown: tuple[str, ...]) -> str | None:
     watch, module = current(), _module(called)
-    inspector = None if watch is None else watch.calls.get(module)
     try:
-        if watch is not None and inspector is not None:
-            inspector.check_call(watch, module, (), dict.fromkeys(shown, True))
+        if watch is not None and module in watch.calls:
+            inspectors.current().check_call(watch, module, (), dict.fromkeys(shown, True))
     except NotImplementedError as error:
         return str(error)
     return None
@@ -241,8 +240,8 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     watches = _thread.watches
     if watches and module in watches[-1].calls:
         watch = watches[-1]
-        inspector = watch.calls[module]
-        untraced(watch, lambda _: inspector.check_call(watch, module, args, kwargs))
+        check = inspectors.current().check_call
+        untraced(watch, lambda _: check(watch, module, args, kwargs))
 
 
 def untraced(watch: Watch, check: Callable[[bool], None]) -> None:

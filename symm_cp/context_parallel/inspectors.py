@@ -1,6 +1,6 @@
-"""Inspectors: the facts about a library's modules that this package needs.
+"""The inspector: the facts about modules that this package needs.
 
-This package covers torch's modules only. For another library, an `Inspector` on the floor above
+This package covers torch's modules only. For a library of models, an `Inspector` on the floor above
 describes what its models require, how they attend and how they use a batch. Nothing here imports
 it: `symm_cp/integrations/__init__.py` registers the name of a module that shows that the library is
 in use, and a function that imports the inspector, which is called once that module is loaded. So
@@ -41,17 +41,6 @@ class Limit:
         )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """An inspector's verdict on one module, not on its children."""
-
-    limits: tuple[Limit, ...] = ()
-    #: Whether the module is of the inspector's library.
-    is_known: bool = False
-    #: Whether the inspector checks the arguments of its calls.
-    checks_calls: bool = False
-
-
 class BatchRules:
     """How a model uses a batch; this class has the rules for models of no known library."""
 
@@ -81,15 +70,30 @@ class BatchRules:
 
 
 class Inspector:
-    """Describes the modules of a library; this base class describes none."""
+    """Describes torch's modules; derived classes describe those of a library, too."""
 
-    #: The attributes of modules that verdicts depend on, besides their class, their children, and
+    #: The attributes of modules that limits depend on, besides their class, their children, and
     #: the plain values of their `config`.
     attributes: frozenset[str] = frozenset()
 
-    def judge(self, module: nn.Module) -> Verdict:
-        """Judges a module."""
-        return Verdict()
+    def limits(self, module: nn.Module) -> tuple[Limit, ...]:
+        """Returns the limits of one module, without its children."""
+        if not isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            return ()
+        limit = Limit(
+            f"type torch.nn.{type(module).__name__}",
+            "it would attend to this rank's part of the sequence only",
+            "Use F.scaled_dot_product_attention or flex_attention",
+        )
+        return (limit,)
+
+    def is_of_library(self, module: nn.Module) -> bool:
+        """Whether a module is the library's."""
+        return False
+
+    def checks_calls(self, module: nn.Module) -> bool:
+        """Whether `check_call` checks the calls of a module."""
+        return False
 
     def check_call(self, watch: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Raises `NotImplementedError` if a call treats this rank's part as the whole sequence.
@@ -106,60 +110,36 @@ class Inspector:
         """
         return nullcontext()
 
-    def batch_rules(self, op: str, model: nn.Module) -> BatchRules | None:
-        """Returns the rules for a model, or None if the library has no models."""
-        return None
-
-
-class _Torch(Inspector):
-    def judge(self, module: nn.Module) -> Verdict:
-        if not isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            return Verdict()
-        limit = Limit(
-            f"type torch.nn.{type(module).__name__}",
-            "it would attend to this rank's part of the sequence only",
-            "Use F.scaled_dot_product_attention or flex_attention",
-        )
-        return Verdict((limit,))
-
     def batch_rules(self, op: str, model: nn.Module) -> BatchRules:
+        """Returns the rules by which a model uses a batch."""
         return BatchRules(op, model)
 
 
-# --- the registry ------------------------------------------------------------------------------
-
 _lock = threading.RLock()
-_inspectors: list[Inspector] = [_Torch()]
+_inspector = Inspector()
 _loaders: dict[str, Callable[[], object]] = {}
 
 
 def register(module: str, load: Callable[[], object]) -> None:
-    """Has `load`, which must call `add`, called as soon as a module of a library is imported."""
+    """Has `load`, which must call `use`, called as soon as a module of a library is imported."""
     _loaders[module] = load
 
 
-def add(inspector: Inspector) -> None:
-    """Adds an inspector; later ones are asked first."""
-    _inspectors.insert(0, inspector)
+def use(inspector: Inspector) -> None:
+    """Uses a library's inspector from now on."""
+    global _inspector
+    _inspector = inspector
 
 
-def loaded() -> Sequence[Inspector]:
-    """Returns the inspectors of the libraries that are in use, torch's last."""
+def current() -> Inspector:
+    """Returns the inspector of the library that is in use; without one, torch's."""
     for module in tuple(_loaders):
         if module in sys.modules:
             with _lock:
                 if load := _loaders.get(module):
                     load()
                     _loaders.pop(module, None)
-    return _inspectors
-
-
-def batch_rules(op: str, model: nn.Module) -> BatchRules:
-    """Returns the rules by which a model uses a batch."""
-    for inspector in loaded():
-        if (rules := inspector.batch_rules(op, model)) is not None:
-            return rules
-    raise AssertionError("torch's inspector has rules for all models")
+    return _inspector
 
 
 def plain(model: nn.Module) -> Any:
@@ -201,8 +181,8 @@ def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch
 #: Returns the modules of a model for which a function of a module is true.
 Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
 
-#: The limits of a part of a model, and the inspector that checks its calls.
-Row = tuple[tuple[Limit, ...], Inspector | None]
+#: The limits of a part of a model, and whether its calls are checked.
+Row = tuple[tuple[Limit, ...], bool]
 
 _VALUES = {bool, int, float, str, types.NoneType}
 _MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
@@ -237,7 +217,7 @@ def _alive(references: list[Any]) -> list[Any]:
 
 
 class Known:
-    """Inspectors' verdicts on the parts of a model, in one state of it.
+    """The inspector's verdicts on the parts of a model, in one state of it.
 
     Keeps no part of the model alive.
     """
@@ -293,28 +273,22 @@ class Known:
     def judged(self) -> list[Row]:
         """Returns the verdicts on all parts, in order."""
         if self._judged is None:
-            self._judged = [_judge(part) for part in self.parts()]
+            inspector = current()
+            self._judged = [
+                (inspector.limits(part), inspector.checks_calls(part)) for part in self.parts()
+            ]
         return self._judged
-
-
-def _judge(part: nn.Module) -> Row:
-    verdicts = [(inspector, inspector.judge(part)) for inspector in loaded()]
-    checks = [inspector for inspector, verdict in verdicts if verdict.checks_calls]
-    limits = tuple(limit for _, verdict in verdicts for limit in verdict.limits)
-    return limits, checks[0] if checks else None
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDictionary()
 
 
 def known_of(model: nn.Module) -> Known:
-    """Returns inspectors' verdicts on a model in its current state."""
-    inspectors, watched = loaded(), {"config", "_compiled_call_impl"}
-    for inspector in inspectors:
-        watched |= inspector.attributes
+    """Returns the inspector's verdicts on a model in its current state."""
+    inspector = current()
     parts = modules_of(model)
-    facts, objects = _facts(parts, watched)
-    facts.append(len(inspectors))
+    facts, objects = _facts(parts, {"config", "_compiled_call_impl", *inspector.attributes})
+    facts.append(id(inspector))
     versions = _known.setdefault(model, [])
     for known in versions:
         if known.holds(facts):
@@ -331,8 +305,4 @@ def known_of(model: nn.Module) -> Known:
 
 def of_library(model: nn.Module) -> bool:
     """Whether a model has a part of a library other than torch."""
-    return bool(known_of(model).select(_is_of_library))
-
-
-def _is_of_library(module: nn.Module) -> bool:
-    return any(each.judge(module).is_known for each in loaded())
+    return bool(known_of(model).select(current().is_of_library))

@@ -29,7 +29,7 @@ from torch import nn
 
 from symm_cp.context_parallel.guards import current
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, outside_graph
 from symm_cp.cuda.cached import capturing
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.attention.layouts import encoded
@@ -257,13 +257,13 @@ def call(region: ParallelRegion, func: Any, args: Any, kwargs: Any, *, entered: 
         return func(*args, **kwargs)
     part = _part_of(args)
     if not entered or part is not None:
-        return _outside_graph(_draw_alone, region, func, args, kwargs, entered, part)
+        return outside_graph(_draw_alone, region, func, args, kwargs, entered, part)
     result = func(*args, **kwargs)
     first = result[0] if isinstance(result, tuple) else result
     if func in _NUMBERS and isinstance(args[0] if args else kwargs.get("tensor"), nn.Parameter):
-        return _outside_graph(_draw_for_parameter, func, args, kwargs)
+        return outside_graph(_draw_for_parameter, func, args, kwargs)
     if func in _NUMBERS and first.numel() == 1:
-        return _outside_graph(_draw_shared, region, func, args, kwargs)
+        return outside_graph(_draw_shared, region, func, args, kwargs)
     if not torch.compiler.is_compiling() and capturing(first.device):
         raise NotImplementedError(
             f"{func.__name__} within {_OP}, captured into a CUDA graph, would draw the same "
@@ -277,14 +277,6 @@ def _is_off(args: Any, kwargs: Any) -> bool:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     on = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
     return not on or p == 0
-
-
-def _outside_graph(function: Callable[..., Any], *args: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        return function(*args)
-    from symm_cp.context_parallel.graph_breaks import outside_graph
-
-    return outside_graph(function, *args)
 
 
 def _draw_for_parameter(func: Any, args: Any, kwargs: Any) -> Any:

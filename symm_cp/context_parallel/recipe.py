@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.averaging import Reduction, is_spread, reduction_of
 from symm_cp.context_parallel.batch import check_mapping, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
-from symm_cp.context_parallel.inspectors import batch_rules, modules_of, of_library, plain
+from symm_cp.context_parallel.inspectors import modules_of, of_library, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
 from symm_cp.context_parallel.loss_reduction import LossReduction
 from symm_cp.group.memory import GroupLike
@@ -165,7 +166,7 @@ def _prepared(
             "model's output and of labels that are shifted already, or shift_labels if the model "
             "takes such labels"
         )
-    rules = batch_rules(_OP, model)
+    rules = inspectors.current().batch_rules(_OP, model)
     if not by_model and transformers:
         rules.add_decoder_input(whole)
         rules.add_positions(whole, sequence_of(whole, 1))

@@ -9,6 +9,8 @@ so `shard_batch` gives such a rank one row of padding. The functions that mix po
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -236,22 +238,27 @@ def without_padding(
     real = [region.real(tensor, dim) for tensor in tensors]
     if real[0] is tensors[0]:
         return function(*real)
-    if torch.compiler.is_dynamo_compiling():
-        results = outside_graph_if_empty()(function, *real)
-    else:
-        results = function(*real)
+    # A graph would leave out the gradients of empty tensors, for which the peers wait.
+    results = outside_graph(function, *real)
     return tree_map_only(torch.Tensor, lambda each: with_padding(each, dim), results)  # type: ignore[return-value]
 
 
-def outside_graph_if_empty() -> Callable[..., Any]:
-    """Returns the function that calls another in eager mode, on a rank without a position.
-
-    A graph would leave out the gradients of empty tensors, for which the peers wait.
-    """
+def outside_graph(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Calls a function; if Dynamo traces the call, breaks the graph, and calls it in eager mode."""
+    if not torch.compiler.is_dynamo_compiling():
+        return function(*args, **kwargs)
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.graph_breaks import outside_graph
 
-    return outside_graph  # type: ignore[no-any-return]
+    return outside_graph(function, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def untraced(function: Callable[..., R]) -> Callable[..., R]:
+    """Returns a function that Dynamo leaves alone, in frames that it could not trace."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+_disabled = functools.cache(torch.compiler.disable)
 
 
 def with_padding(result: torch.Tensor, dim: int, rows: int = PADDING_ROWS) -> torch.Tensor:
@@ -282,27 +289,24 @@ def region_over(
     return ParallelRegion(name, size, rank, known, choose, kind, split)  # type: ignore[arg-type]
 
 
-_local = threading.local()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[ParallelRegion] = []
 
 
-def _regions() -> list[ParallelRegion]:
-    stack: list[ParallelRegion] | None = getattr(_local, "regions", None)
-    if stack is None:
-        stack = _local.regions = []
-    return stack
+_thread = _Thread()
 
 
 def push(region: ParallelRegion) -> None:
     """Makes a region the innermost one of this thread."""
-    _regions().append(region)
+    _thread.regions.append(region)
 
 
 def pop() -> None:
     """Removes the innermost region of this thread."""
-    _regions().pop()
+    _thread.regions.pop()
 
 
 def active() -> ParallelRegion | None:
     """Returns the innermost region of this thread."""
-    stack = _regions()
-    return stack[-1] if stack else None
+    return _thread.regions[-1] if _thread.regions else None

@@ -15,11 +15,7 @@ from symm_cp.context_parallel import gathered_keys
 from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.context_parallel.random_numbers import seed_of_attention
-from symm_cp.context_parallel.region import (
-    ParallelRegion,
-    outside_graph_if_empty,
-    without_padding,
-)
+from symm_cp.context_parallel.region import ParallelRegion, outside_graph, without_padding
 from symm_cp.context_parallel.sequence_mask import SequenceMask, of_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.mask import Modifier
@@ -82,7 +78,7 @@ def attend_sequence(
     }
     if region.holds_none and torch.compiler.is_dynamo_compiling():
         more = {"is_causal": is_causal, "score_mod": score_mod}
-        return outside_graph_if_empty()(  # type: ignore[no-any-return]
+        return outside_graph(
             attend_sequence, op, region, query, key, value, mask, **scoring, **more
         )
     if mask is None:
@@ -260,17 +256,12 @@ def _as_functions(
         return rest, call.score_mod, options["sinks"]
     zero = 0 if bias is None else call.region.whole_length(call.tensors[0].shape[2]) - 1
 
-    def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
+    def changed(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        return score if bias is None else score + bias[h, kv - q + zero]
 
-    def biased(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-        return score + bias[h, kv - q + zero]
-
-    def both(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap) + bias[h, kv - q + zero]
-
-    with_bias = biased if softcap is None else both
-    return rest, capped if bias is None else with_bias, options["sinks"]
+    return rest, changed, options["sinks"]
 
 
 def _with_sinks(

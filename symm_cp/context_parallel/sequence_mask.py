@@ -18,12 +18,6 @@ from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.masks import MaskOptions, row_of
 
-_NO_MATRIX = (
-    "context_parallel: a model uses {!r} of its attention mask, which is not a matrix within "
-    "context_parallel: attention that changes its mask by the content of this rank's part of the "
-    "sequence is not supported"
-)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceMask(MaskOptions):
@@ -51,16 +45,6 @@ class SequenceMask(MaskOptions):
             'the backward pass within it, or call model.set_attn_implementation("symm_cp") once '
             "instead of passing the model to context_parallel"
         )
-
-    def __getattr__(self, name: str) -> Any:
-        """Refuses the methods of tensors: some models read their mask, or change it."""
-        if name.startswith("__") or not hasattr(torch.Tensor, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise NotImplementedError(_NO_MATRIX.format(name))
-
-    def __getitem__(self, _index: Any) -> Any:
-        """Raises like `__getattr__`."""
-        raise NotImplementedError(_NO_MATRIX.format("[...]"))
 
     @property
     def is_function(self) -> bool:

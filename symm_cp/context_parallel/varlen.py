@@ -11,10 +11,8 @@ Shapes: T tokens of this rank, N documents, B samples.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -23,7 +21,12 @@ from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.gathered_keys import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion, with_padding
+from symm_cp.context_parallel.region import (
+    ParallelRegion,
+    outside_graph,
+    untraced,
+    with_padding,
+)
 from symm_cp.cuda.cached import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
@@ -59,16 +62,13 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
     if region.world_size == 1 and _unsupported(func, given) is not None:
         return func(*args, **kwargs)
     query = given["query"]
-    attend_now: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _call
     if not torch.compiler.is_dynamo_compiling():
         # In frames that Dynamo could not trace, it would compile the called functions piecewise.
-        attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
+        out, lse = untraced(_call)(region, func, given)
     elif region.holds_none or not in_tiles(query.device):
-        # Imported here because it loads Dynamo.
-        from symm_cp.context_parallel.graph_breaks import outside_graph
-
-        attend_now = functools.partial(outside_graph, _call)
-    out, lse = attend_now(region, func, given)
+        out, lse = outside_graph(_call, region, func, given)
+    else:
+        out, lse = _call(region, func, given)
     return out, lse, torch.zeros((2,), dtype=torch.uint64, device=query.device)
 
 
@@ -83,11 +83,6 @@ def _call(
     region: ParallelRegion, func: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return reporting_to_peers(region.peers, _attend_given, region, func, given)
-
-
-@functools.cache
-def _untraced() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compiler.disable(_call)  # type: ignore[no-any-return]
 
 
 _SERVED = {
@@ -131,24 +126,17 @@ def _attend_given(
     if given.get("is_causal", False):
         right = 0
     tensors = (given["query"], given["key"], given["value"])
-    documents = Documents(given["cu_seq_q"], given["cu_seq_k"])
+    documents = given["cu_seq_q"], given["cu_seq_k"]
     return attend(region, tensors, documents, (left, right), given.get("scale"))
 
 
 # --- attention to packed documents --------------------------------------------------------------
 
 
-class Documents(NamedTuple):
-    """Cumulative lengths of the documents of all ranks' tokens: (N + 1,) of int32 or int64."""
-
-    cu_seq_q: torch.Tensor
-    cu_seq_k: torch.Tensor
-
-
 def attend(
     region: ParallelRegion,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    documents: Documents,
+    documents: tuple[torch.Tensor, torch.Tensor],
     window: tuple[int, int],
     scale: float | None = None,
     *,
@@ -160,7 +148,8 @@ def attend(
         region: gives the group, and how each sequence is spread.
         tensors: query (T, H, E), key (T, G, E) and value (T, G, V), this rank's parts of each
             sequence, one after the other. G is H or a divisor of it.
-        documents: the documents of the whole sequences.
+        documents: cumulative lengths of the documents of all ranks' queries and keys, (N + 1,) of
+            int32 or int64.
         window: how many positions before and after its own a query sees; negative: all.
         scale: of the scores; 1 / sqrt(E) by default.
         layouts: encoded layouts to use instead of the region's.
@@ -176,8 +165,7 @@ def attend(
         layouts = _layouts(region, tokens)
     told = region.peers
     edges, layouts = torch.ops.symm_cp.packed_sequence(
-        documents.cu_seq_q,
-        documents.cu_seq_k,
+        *documents,
         tokens,
         layouts,
         region.group,

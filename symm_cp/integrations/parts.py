@@ -1,8 +1,8 @@
-"""Checks of gathers and reduce-scatters of unequal parts, for the engines' communicators.
+"""Gathers and reduce-scatters of unequal parts, for the engines' communicators.
 
-The calls themselves are `torch.distributed.all_gather` and `reduce_scatter` over the backend
-symm_cp, which accept views of one tensor as parts. Each function raises `ValueError` before any
-communication; the other ranks, whose calls would wait for this one, raise with its reason.
+The calls are `torch.distributed.all_gather` and `reduce_scatter` over the backend symm_cp, which
+accept views of one tensor as parts. Invalid arguments raise `ValueError` before any communication;
+the other ranks, whose calls would wait for this one, raise with its reason.
 """
 
 from __future__ import annotations
@@ -16,9 +16,49 @@ import torch.distributed as dist
 from symm_cp.ops.error_reports import reports_to_peers
 
 
+def gather(
+    op: str,
+    inputs: Sequence[torch.Tensor],
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+    output: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Joins all ranks' parts of each tensor along `dim`; `sizes` are their lengths.
+
+    By default all have this rank's length. `output`, with one input, is the memory of the result.
+    """
+    lengths = _lengths_to_gather(op, inputs, dim, sizes, group, output)
+    results = []
+    for x in inputs:  # all are checked: a rank that refuses one makes none of these calls
+        result = x.new_empty(_shape(x, dim, sum(lengths))) if output is None else output
+        dist.all_gather(list(result.split(lengths, dim)), x, group=group)
+        results.append(result)
+    return results
+
+
+def reduce_scatter(
+    op: str,
+    input: torch.Tensor,
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns this rank's part along `dim`, `sizes[rank]` or an equal part, of the ranks' sum.
+
+    `output` is the memory of the result.
+    """
+    lengths = _lengths_to_scatter(op, input, dim, sizes, group, output)
+    if output is None:
+        output = input.new_empty(_shape(input, dim, lengths[group.rank()]))
+    dist.reduce_scatter(output, list(input.split(lengths, dim)), group=group)
+    return output
+
+
 # The backend's calls use this channel, so the refusal has the same number as the refused call.
 @partial(reports_to_peers, channel="async")
-def lengths_to_gather(
+def _lengths_to_gather(
     op: str,
     inputs: Sequence[torch.Tensor],
     dim: int,
@@ -26,11 +66,7 @@ def lengths_to_gather(
     group: dist.ProcessGroup,
     output: torch.Tensor | None = None,
 ) -> list[int]:
-    """Returns the length of every rank's part along `dim`, by default this rank's length.
-
-    Each of `inputs` is a part of another tensor; all have the same lengths. `output` is the
-    gathered tensor, if the caller has one.
-    """
+    """Returns the length of every rank's part along `dim`."""
     rank = group.rank()
     for x in inputs:
         _check_dim(op, x, dim)
@@ -52,7 +88,7 @@ def lengths_to_gather(
 
 
 @partial(reports_to_peers, channel="async")
-def lengths_to_scatter(
+def _lengths_to_scatter(
     op: str,
     input: torch.Tensor,
     dim: int,
@@ -60,10 +96,7 @@ def lengths_to_scatter(
     group: dist.ProcessGroup,
     output: torch.Tensor | None = None,
 ) -> list[int]:
-    """Returns the length of every rank's part along `dim`; by default the parts are equal.
-
-    `output` is this rank's part, if the caller has one.
-    """
+    """Returns the length of every rank's part along `dim`."""
     _check_dim(op, input, dim)
     length, world_size = input.shape[dim], group.size()
     if sizes is None:
@@ -91,9 +124,14 @@ def _check_dim(op: str, x: torch.Tensor, dim: int) -> None:
         raise ValueError(f"{op}: {dim=} is out of range for a {x.dim()}-D input")
 
 
-def _check_output(op: str, output: torch.Tensor, like: torch.Tensor, dim: int, length: int) -> None:
-    shape = list(like.shape)
+def _shape(x: torch.Tensor, dim: int, length: int) -> list[int]:
+    shape = list(x.shape)
     shape[dim] = length
+    return shape
+
+
+def _check_output(op: str, output: torch.Tensor, like: torch.Tensor, dim: int, length: int) -> None:
+    shape = _shape(like, dim, length)
     if list(output.shape) != shape or output.dtype != like.dtype:
         raise ValueError(
             f"{op}: output of shape {tuple(output.shape)} and {output.dtype} must be of shape "

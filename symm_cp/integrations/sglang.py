@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from symm_cp import backend
 from symm_cp.integrations import parts
@@ -59,14 +58,7 @@ def _all_gatherv(
     inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
     if not all(x.is_cpu for x in inputs):
         return original(coordinator, input_, sizes, output)
-    group = coordinator.device_group
-    lengths = parts.lengths_to_gather("all_gatherv", inputs, 0, sizes, group, output)
-    results = []
-    for x in inputs:  # all are checked: a rank that refuses one makes none of these calls
-        result = x.new_empty((sum(lengths), *x.shape[1:])) if output is None else output
-        dist.all_gather(list(result.split(lengths)), x, group=group)
-        results.append(result)
-    return results
+    return parts.gather("all_gatherv", inputs, 0, sizes, coordinator.device_group, output)
 
 
 def _reduce_scatterv(
@@ -80,8 +72,4 @@ def _reduce_scatterv(
     if not input_.is_cpu:
         return original(coordinator, input_, output, sizes)
     group = coordinator.device_group
-    lengths = parts.lengths_to_scatter("reduce_scatterv", input_, 0, sizes, group, output)
-    if output is None:
-        output = input_.new_empty((lengths[coordinator.rank_in_group], *input_.shape[1:]))
-    dist.reduce_scatter(output, list(input_.split(lengths)), group=group)
-    return output
+    return parts.reduce_scatter("reduce_scatterv", input_, 0, sizes, group, output)

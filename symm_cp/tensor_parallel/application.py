@@ -16,8 +16,8 @@ from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.tensor_parallel import adapters, quantised, wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of, members_of_lists
 from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load, refuse_adapters
-from symm_cp.tensor_parallel.embedding import option_of_whole
-from symm_cp.tensor_parallel.features import Features, chunks
+from symm_cp.tensor_parallel.embedding import VocabParallelEmbedding, option_of_whole
+from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.heads import REPEATS, Heads, heads_of
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.optimizers import replaced
@@ -43,7 +43,7 @@ from symm_cp.tensor_parallel.whole import Seat
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
-_FUSED = (FusedColwiseLinear, FusedRowwiseLinear)
+_FUSED = (FusedColwiseLinear, FusedRowwiseLinear, VocabParallelEmbedding)
 
 
 def apply(
@@ -159,11 +159,11 @@ class _Application:
                 )
         split = [r.owner for r in self.rules if r.kind != "replicated_with_grad_allreduce"]
         adapters.check(self.model, split)
-        for rule in self.linears:
-            self._check_linear(rule)
         for rule in self.rules:
             if rule.parameter:
                 self._check_parameter(rule)
+            elif rule.kind in COLWISE | ROWWISE:
+                self._check_linear(rule)
             elif rule.kind == "embedding_rowwise":
                 self._check_embedding(rule)
             elif rule.kind in EXPERTS:
@@ -355,6 +355,10 @@ class _Application:
         self.module(owner).register_parameter(own_name, parameter)
 
     def _apply_styles(self) -> None:
+        for rule in self.rules:
+            if rule.kind == "embedding_rowwise":
+                style = FusedRowwiseParallel(output_layouts=Replicate())
+                self._apply_style(self.module(rule.owner), style)
         groups: dict[tuple[str, int], list[Rule]] = {}
         for rule in self.linears:
             if rule.kind == "colwise":
@@ -386,8 +390,12 @@ class _Application:
         layout, unit = self._layout(rule), self._multiple_of(rule)
         if rule.kind in ROWWISE:
             return FusedRowwiseParallel(output_layouts=layout, multiple_of=unit)
-        shared_by = self._shared_by(rule)
-        return FusedColwiseParallel(input_layouts=layout, multiple_of=unit, shared_by=shared_by)
+        return FusedColwiseParallel(
+            input_layouts=layout,
+            output_layouts=Replicate() if rule.kind in _GATHERED else Shard(-1),
+            multiple_of=unit,
+            shared_by=self._shared_by(rule),
+        )
 
     def _apply_style(self, module: nn.Module, style: ParallelStyle) -> None:
         style.src_data_rank = self.source
@@ -409,7 +417,7 @@ class _Application:
         adapters.wrap_layer(rule.owner, layer, self.seat, dim, sizes)
 
     def _wrap_owners(self) -> None:
-        """Makes parameters plain tensors inside modules that own them, except our linears."""
+        """Makes parameters plain tensors inside modules that own them, except those of styles."""
         summed = set(self._summed())
         for name, module in list(self.model.named_modules()):
             own = {p for p, _ in module.named_parameters("", False)}
@@ -427,9 +435,7 @@ class _Application:
                 )
 
         for block in members_of_lists(self.model):
-            owners = [
-                part for part in block.modules() if isinstance(part, wrappers.LocalParameters)
-            ]
+            owners = [p for p in block.modules() if isinstance(p, wrappers.LocalParameters)]
             wrappers.wrap(block, wrappers.LocalParametersInside, owners=owners)
 
     def _summed(self) -> Iterator[str]:
@@ -456,14 +462,10 @@ class _Application:
         module, seat = self.module(rule.owner), self.seat
         if rule.parameter:
             return
-        if rule.kind in _GATHERED | _SPLIT_INPUT:
-            gathered = rule.kind in _GATHERED
+        if rule.kind in _SPLIT_INPUT:
             sizes = self.linear(rule).features.computed.sizes
-            for linear in (self.linear(rule), *adapters.split_with(module, gathered)):
-                wrapper = wrappers.GatheredOutput if gathered else wrappers.PartOfInput
-                wrappers.wrap(linear, wrapper, seat=seat, sizes=sizes)
-        elif rule.kind == "embedding_rowwise":
-            self._wrap_embedding(module)
+            for linear in (self.linear(rule), *adapters.split_with(module, columns=False)):
+                wrappers.wrap(linear, wrappers.PartOfInput, seat=seat, sizes=sizes)
         elif rule.kind == "all_reduce":
             wrappers.wrap(module, wrappers.SummedOutput, seat=seat)
         elif rule.kind == "moe_tp_experts":
@@ -478,16 +480,6 @@ class _Application:
                 first=seat.rank * count,
                 _is_expert_parallel=True,  # for transformers: some indices have no expert here
             )
-
-    def _wrap_embedding(self, module: nn.Embedding) -> None:
-        stored = chunks(module.num_embeddings, self.seat.world_size)
-        start = stored.start(self.seat.rank)
-        rows = range(start, start + stored.sizes[self.seat.rank])
-        padding = module.padding_idx
-        own = padding - start if padding is not None and padding in rows else None
-        wrappers.wrap(
-            module, wrappers.VocabularyEmbedding, seat=self.seat, rows=rows, own_padding=own
-        )
 
     def _wrap_blocks(self, blocks: Blocks) -> None:
         seat = self.seat

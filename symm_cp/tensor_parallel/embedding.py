@@ -6,6 +6,9 @@ features, so both may be one parameter (tied weights).
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,7 +28,8 @@ class VocabParallelEmbedding(nn.Embedding):
         x = F.embedding(tokens, weight.full_tensor(), padding_idx)
         x_shard = x.chunk(W, sequence_dim)[rank]  # unless the output is replicated
 
-    Made by the style, not by its constructor.
+    Made by the style, not by its constructor. Derived classes keep their own `forward`, which calls
+    this one: the scaled embeddings of Gemma and BART scale the sum.
     """
 
     features: Features
@@ -73,11 +77,19 @@ def _look_up(
 _look_up_reporting_to_peers = reports_to_peers(_look_up)
 
 
+@cache
+def split_class(kind: Any) -> Any:
+    """Returns the class of embeddings of a class that are split by vocabulary."""
+    if kind is nn.Embedding:
+        return VocabParallelEmbedding
+    return type(kind.__name__, (kind, VocabParallelEmbedding), {"__doc__": kind.__doc__})
+
+
 def check_embedding(style: str, module: nn.Embedding) -> None:
     """Raises `NotImplementedError` for options that need the whole vocabulary on each rank."""
-    if type(module) is not nn.Embedding or "forward" in vars(module):
+    if "forward" in vars(module):
         name = type(module).__name__
-        raise NotImplementedError(f"{style}: must be applied to an nn.Embedding itself, not {name}")
+        raise NotImplementedError(f"{style}: the forward of this {name} was replaced on the object")
     if option := option_of_whole(module):
         raise NotImplementedError(
             f"{style}: an embedding with {option}={getattr(module, option)} cannot be split by "

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import group_name
 from symm_cp.tensor_parallel import adapters, quantised
-from symm_cp.tensor_parallel.embedding import VocabParallelEmbedding, check_embedding
+from symm_cp.tensor_parallel.embedding import check_embedding, split_class
 from symm_cp.tensor_parallel.features import Features, check_units
 from symm_cp.tensor_parallel.linear import (
     FusedColwiseLinear,
@@ -393,7 +393,8 @@ class FusedRowwiseParallel(ParallelStyle):
             raise ValueError(f"{style}: multiple_of={self.multiple_of} is for linears only")
         features = Features.divided(module.num_embeddings, mesh.get_local_rank(), mesh.size())
         _distribute(style, module, mesh, Shard(0), Shard(0), self.src_data_rank)
-        _become(module, VocabParallelEmbedding, features, group, self)
+        kind: Any = type(module)
+        _become(module, split_class(kind), features, group, self)
         return module
 
     def __repr__(self) -> str:

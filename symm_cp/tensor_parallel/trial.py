@@ -27,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear
 from symm_cp.tensor_parallel.quantised import is_quantised
-from symm_cp.tensor_parallel.wrappers import GatheredOutput
 
 _SAMPLES, _LENGTH_OF_A_RANK = 2, 8
 _COMMUNICATING = {"symm_mem", "c10d", "_c10d_functional"}
@@ -80,7 +79,7 @@ class _Gradients(TorchDispatchMode):
             if hasattr(parameter, "placements") and parameter.placements[0].is_replicate():
                 self.origins[parameter._local_tensor] = {name}
         for module in model.modules():
-            if isinstance(module, FusedColwiseLinear) and not isinstance(module, GatheredOutput):
+            if isinstance(module, FusedColwiseLinear) and not module.gathers_output:
                 module.register_forward_hook(self._split_by)
 
     def _split_by(self, linear: nn.Module, args: Any, part: torch.Tensor) -> None:

@@ -128,51 +128,6 @@ class LocalParametersInside(nn.Module):
                 owner._forget(names)
 
 
-class VocabularyEmbedding(nn.Module):
-    """An `nn.Embedding` whose rows are split over the ranks; returns whole rows on every rank."""
-
-    num_embeddings: int
-    embedding_dim: int
-    padding_idx: int | None
-    seat: Seat
-    rows: range
-    own_padding: int | None  # the row without a gradient, if this rank holds it
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Looks up the rows that this rank holds, and sums over the ranks."""
-        known = ((input >= 0) & (input < self.num_embeddings)).all()
-        torch._assert_async(known, f"index out of range: must be below {self.num_embeddings}")
-        begin, end = self.rows.start, self.rows.stop
-        outside = (input < begin) | (input >= end)
-        if begin == end:
-            weight = self.weight.to_local()  # takes part, so that its gradient is empty, not None
-            found = weight.sum() + weight.new_zeros(*input.shape, self.embedding_dim)
-        else:
-            found = self._own((input - begin).masked_fill(outside, 0))
-        return sum_ranks(found.masked_fill(outside.unsqueeze(-1), 0), self.seat.group)
-
-    def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        whole = self.padding_idx
-        if whole == self.own_padding:
-            return super().forward(rows)
-        try:
-            self.__dict__["padding_idx"] = self.own_padding  # which the old class reads
-            return super().forward(rows)
-        finally:
-            self.__dict__["padding_idx"] = whole
-
-
-class GatheredOutput(nn.Module):
-    """The module's output is this rank's part of the last dimension; returns the whole output."""
-
-    seat: Seat
-    sizes: tuple[int, ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Gathers the output."""
-        return gather(super().forward(*args, **kwargs), -1, self.seat, self.sizes)
-
-
 class PartOfInput(nn.Module):
     """The module takes this rank's part of the last dimension of a whole input."""
 

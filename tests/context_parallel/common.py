@@ -36,6 +36,33 @@ def dense(tensors: Tensors, *, is_causal: bool = True) -> Tensors:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one process, written out, and its log-sum-exp; zeros for rows without a key."""
+    k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks[:, None])
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    return (scores - finite.unsqueeze(-1)).exp() @ v, lse
+
+
 def assert_all_close(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, **CLOSE)

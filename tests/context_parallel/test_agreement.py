@@ -21,7 +21,7 @@ from symm_cp.context_parallel import agreement, loss_reduction
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import some
 
 LENGTH = 16
 SAME = "must get the same batches"
@@ -134,6 +134,10 @@ def other_weights(group: dist.ProcessGroup) -> None:
         nn.init.normal_(seeded.lm_head.weight)
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         symm_cp.shard_batch(mesh_of(group), batch, model=seeded)
+    lone = model_of("LlamaForCausalLM")
+    lone.model.embed_tokens.weight.requires_grad_(not other)
+    with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight.*freeze the same"):
+        symm_cp.shard_batch(mesh_of(group), batch, model=lone)
     mesh = mesh_of(group)
     local, _ = symm_cp.shard_batch(mesh, {"input_ids": ids_of(0)})
     with (
@@ -211,26 +215,18 @@ def test_gradients_that_nobody_sums_are_noticed(ranks: Ranks, world_size: int) -
     ranks.run(world_size, sums_or_not)
 
 
-class SumsInStep(torch.optim.SGD):
-    """An optimizer that sums gradients over the ranks by itself."""
-
-    def __init__(self, parameters: Any, group: dist.ProcessGroup) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.group = group
-
-    def step(self, closure: Any = None) -> Any:
-        for entry in self.param_groups:
-            for parameter in entry["params"]:
-                dist.all_reduce(parameter.grad, group=self.group)
-        return super().step(closure)
-
-
 def correct_programs(group: dist.ProcessGroup) -> None:
     """Programs in which ranks or optimizers rightly act by themselves raise and warn nothing."""
     agreement._known.clear()
     batch, model = batch_of(), model_of("LlamaForCausalLM")
     step(model, group, batch)  # an optimizer that sums
-    optimizer = SumsInStep(model.parameters(), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def sum_gradients(*_: Any) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+
+    optimizer.register_step_pre_hook(sum_gradients)
     optimizer.step()
     optimizer.zero_grad()
     step(model, group, batch)
@@ -355,98 +351,81 @@ def test_a_context_refuses_shards_of_another_layout(ranks: Ranks, world_size: in
     ranks.run(world_size, other_layouts)
 
 
-def forget_first_cuts(group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
-    """The next cut of the group is its first one, and no cut of another test waits for a step."""
-    loss_reduction._first_cuts.discard(group)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.step()
+def told_by(
+    group: dist.ProcessGroup,
+    *,
+    context: str = "",
+    ahead: bool = False,
+    reduces: bool = True,
+    optimizes: bool = False,
+    fails: bool = False,
+) -> list[str]:
+    """Runs a program; returns which mistakes its warnings name.
 
-
-def no_context(group: dist.ProcessGroup) -> None:
-    mesh, table = mesh_of(group), torch.randn(31, 31, requires_grad=True)
+    `context`: it enters one "before" its loss is reduced, or "around" that, or calls "attention"
+    over all ranks itself. `ahead`: it then cuts the next batch. `fails`: in its first step, after
+    which all ranks go on.
+    """
+    mesh, table = mesh_of(group), nn.Parameter(torch.randn(31, 31))
     balancer = symm_cp.HeadTail(LENGTH, group.size())
     q = torch.randn(1, 2, LENGTH // group.size(), 8)
-
-    def warned(where: str) -> int:
-        local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if where == "attention":
+    optimizer = torch.optim.SGD([table], lr=0.1)
+    loss_reduction._first_cuts.discard(group)
+    with warnings.catch_warnings(record=True) as caught:
+        optimizer.step()  # no cut of another test waits for a step
+        caught.clear()
+        warnings.simplefilter("always")
+        for step in range(3 if optimizes else 1):
+            local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+            region = symm_cp.context_parallel(mesh, load_balancer=balancer, on_unfused="ignore")
+            if fails and step == 0:
+                with pytest.raises(ArithmeticError), region:
+                    raise ArithmeticError
+                continue
+            if context == "attention":
                 symm_cp.all_gather_attention(q, q, q, group=group, load_balancer=balancer)
-            loss = F.cross_entropy(
-                table[local["input_ids"]].flatten(0, 1), local["labels"].view(-1)
-            )
-            if where == "inside":
-                with symm_cp.context_parallel(mesh, load_balancer=balancer, on_unfused="ignore"):
-                    reduce_loss(loss)
-            if where == "before":
-                with symm_cp.context_parallel(mesh, load_balancer=balancer, on_unfused="ignore"):
-                    pass
-            reduce_loss(loss)
-            reduce_loss(loss)
-        return sum("no context was entered" in str(w.message) for w in caught)
-
-    assert [warned(where) for where in ("", "inside", "before", "attention")] == [1, 0, 0, 0]
-
-    def warned_by_step(*, ahead: bool) -> int:
-        """A program that reduces no loss, and one that cuts its batches ahead."""
-        optimizer = torch.optim.SGD([table], lr=0.1)
-        forget_first_cuts(group, optimizer)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                local, _ = symm_cp.shard_batch(mesh, batch_of())
-                if ahead:
-                    with symm_cp.context_parallel(mesh, load_balancer=balancer):
+            with region if context == "around" else nullcontext():
+                logits = table[local["input_ids"]].flatten(0, 1)
+                loss = F.cross_entropy(logits, local["labels"].flatten())
+                if context == "before":
+                    with region:
                         F.scaled_dot_product_attention(q, q, q, is_causal=True)
-                    local, _ = symm_cp.shard_batch(mesh, batch_of())
-                table[local["input_ids"]].sum().backward()
+                if ahead:
+                    local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+                for _ in range(2 if reduces else 0):  # it warns once
+                    reduced = reduce_loss(loss)
+                (reduced if reduces else loss).backward()
+            if optimizes:
                 optimizer.step()
-        return sum("but no context was entered" in str(w.message) for w in caught)
-
-    assert [warned_by_step(ahead=ahead) for ahead in (False, True)] == [1, 0]
-
-
-def test_a_batch_that_is_used_without_a_context_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, no_context)
-
-
-def loss_not_reduced(group: dist.ProcessGroup) -> None:
-    """`shard_batch` returns a function that the loss has to go through."""
-    mesh = mesh_of(group)
-    table = nn.Parameter(torch.randn(31, 31))
-    q = torch.randn(1, 2, LENGTH // group.size(), 8)
-
-    def warned(*, reduce: bool, fails: bool = False) -> int:
-        optimizer = torch.optim.SGD([table], lr=0.1)
-        forget_first_cuts(group, optimizer)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(2):
-                local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
-                if fails and step == 0:  # and all ranks go on with the next batch
-                    balancer = reduce_loss.load_balancer
-                    with (
-                        pytest.raises(ArithmeticError),
-                        symm_cp.context_parallel(mesh, load_balancer=balancer),
-                    ):
-                        raise ArithmeticError
-                    continue
-                with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
-                    F.scaled_dot_product_attention(q, q, q, is_causal=True)
-                    loss = table[local["input_ids"]].sum()
-                    (reduce_loss(loss) if reduce else loss).backward()
-                    del reduce_loss
-                optimizer.step()
-        return sum("was not called with the loss" in str(w.message) for w in caught)
-
-    assert [warned(reduce=reduce) for reduce in (False, True)] == [1, 0]
-    assert [warned(reduce=reduce, fails=True) for reduce in (False, True)] == [1, 0]
+    mistakes = {
+        "reduced, no context": "the loss of a batch that was cut is reduced, but no context was",
+        "step, no context": "makes a step after a batch was cut, but no context was entered",
+        "step, not reduced": "was not called with the loss",
+    }
+    return [n for n, text in mistakes.items() for w in caught if text in str(w.message)]
 
 
-def test_a_loss_that_is_not_reduced_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, loss_not_reduced)
+STEPS = {"optimizes": True, "context": "before"}
+#: Programs, and the mistakes that warnings name.
+PROGRAMS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["reduced, no context"]),
+    *(({"context": where}, []) for where in ("before", "around", "attention")),
+    ({"reduces": False, "optimizes": True}, ["step, no context"]),
+    ({**STEPS, "reduces": False}, ["step, not reduced"]),
+    (STEPS, []),
+    ({**STEPS, "ahead": True, "reduces": False}, ["step, not reduced"]),
+    ({**STEPS, "fails": True}, []),
+    ({**STEPS, "fails": True, "reduces": False}, ["step, not reduced"]),
+]
+
+
+def mistakes_are_named(group: dist.ProcessGroup) -> None:
+    for program, told in PROGRAMS:
+        assert told_by(group, **program) == told, program
+
+
+def test_a_batch_without_a_context_or_reduction_is_noticed(ranks: Ranks) -> None:
+    ranks.run(2, mistakes_are_named)
 
 
 def wrapped(group: dist.ProcessGroup) -> None:
@@ -475,27 +454,18 @@ def test_shard_batch_knows_ddp_and_fsdp(ranks: Ranks) -> None:
     ranks.run(2, wrapped)
 
 
-def frozen(group: dist.ProcessGroup) -> None:
-    """A parameter that is frozen on one rank only."""
-    model = model_of("LlamaForCausalLM")
-    model.model.embed_tokens.weight.requires_grad_(group.rank() == 0)
-    with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight.*freeze the same"):
-        symm_cp.shard_batch(mesh_of(group), batch_of(), model=model)
-
-
-def test_parameters_that_one_rank_freezes(ranks: Ranks) -> None:
-    ranks.run(2, frozen)
-
-
-def shifted_twice(group: dist.ProcessGroup) -> None:
+def shifted_twice(group: dist.ProcessGroup, compiles: bool) -> None:
     mesh, model, batch = mesh_of(group), model_of("LlamaForCausalLM"), batch_of()
     local, reduce_loss = symm_cp.shard_batch(mesh, batch)
     balancer = reduce_loss.load_balancer
+    call = torch.compile(model, backend="eager") if compiles else model
     with (
         pytest.raises(NotImplementedError, match=r"pass model= to symm_cp\.shard_batch"),
-        symm_cp.context_parallel(mesh, model=model, load_balancer=balancer),
+        symm_cp.context_parallel(mesh, model=call, load_balancer=balancer),
     ):
-        model(**local)
+        call(**local)
+    if compiles:
+        return
     # Classes that do not shift labels, a loss of the user, and labels that have been shifted.
     local, _ = symm_cp.shard_batch(mesh, batch, shift_labels=False)
     bert = model_of("BertForMaskedLM")
@@ -506,24 +476,9 @@ def shifted_twice(group: dist.ProcessGroup) -> None:
         model(**local)
 
 
-def test_labels_are_not_shifted_twice(ranks: Ranks) -> None:
-    ranks.run(2, shifted_twice)
-
-
-def shifted_twice_when_compiled(group: dist.ProcessGroup) -> None:
-    mesh, model = mesh_of(group), torch.compile(model_of("LlamaForCausalLM"), backend="eager")
-    local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
-    balancer = reduce_loss.load_balancer
-    with (
-        pytest.raises(NotImplementedError, match=r"pass model= to symm_cp\.shard_batch"),
-        symm_cp.context_parallel(mesh, model=model, load_balancer=balancer),
-    ):
-        model(**local)
-
-
-@exhaustive
-def test_labels_are_not_shifted_twice_when_compiled(ranks: Ranks) -> None:
-    ranks.run(2, shifted_twice_when_compiled)
+@pytest.mark.parametrize("compiles", some(False, of=[False, True]))
+def test_labels_are_not_shifted_twice(ranks: Ranks, compiles: bool) -> None:
+    ranks.run(2, shifted_twice, compiles)
 
 
 def off(group: dist.ProcessGroup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +29,7 @@ from symm_cp.context_parallel.load_balancers import (
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import AREA, EMPTY, FULL, PARTIAL, block_states
 from symm_cp.schedule.layout import SequenceLayout
+from tests.context_parallel.common import attention
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 
@@ -105,14 +105,6 @@ def test_against_the_dense_mask(world_size: int) -> None:
                     check_local(mask, dense, balancer, rank, what)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
-    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)) @ v
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.exhaustive
 def test_torchs_flex_attention() -> None:
@@ -128,7 +120,7 @@ def test_torchs_flex_attention() -> None:
     for turn, (_, mask_mod, B, H) in enumerate(mask_mods(length)):
         mask = create_block_mask(mask_mod, B, H, length, length, "cpu", 32)
         dense = create_mask(mask_mod, 2, 3, length, length, "cpu")
-        expected = attention(q, k, v, bias.masked_fill(~dense, -math.inf))
+        expected, _ = attention(q, k, v, dense, bias=bias)
         balancer, rank = list(balancers(mask, W))[turn % 4], turn % W
         order, rows = balancer.permutation(), balancer.positions(rank)
         out = flex_attention(

@@ -177,33 +177,6 @@ def test_masks_of_the_whole_sequence(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, masked, int(torch.randint(1 << 30, ())))
 
 
-def recomputes(group: dist.ProcessGroup) -> None:
-    mesh = mesh_of(group)
-    tensors = [t[:, :, :8].clone().requires_grad_() for t in whole(3, 8)[:3]]
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square()
-
-    with symm_cp.context_parallel(mesh):
-        expected = torch.autograd.grad(attend(*tensors).sum(), tensors)
-        loss = checkpoint(attend, *tensors, use_reentrant=False).sum()
-        for t in tensors:
-            t.grad = None
-        loss.backward()
-        assert_all_close([t.grad for t in tensors if t.grad is not None], expected)
-        loss = checkpoint(attend, *tensors, use_reentrant=False).sum()
-        assert_all_close(torch.autograd.grad(loss, tensors), expected)
-        loss = checkpoint(attend, *tensors, use_reentrant=False).sum()
-        for t in tensors:
-            t.grad = None
-        torch.autograd.backward([loss], [torch.ones_like(loss)])
-        assert_all_close([t.grad for t in tensors if t.grad is not None], expected)
-
-
-def test_checkpoints_recompute_inside(ranks: Ranks) -> None:
-    ranks.run(2, recomputes)
-
-
 class Layers(torch.nn.Module):
     """Attention with dropout in checkpoints, on positions that a buffer of the context gives."""
 
@@ -247,6 +220,10 @@ def recomputes_outside(group: dist.ProcessGroup, seed: int) -> None:
             loss = layers(leaf).square().sum()
             if where == "inside":
                 loss.backward()
+            elif where == "torch.autograd.backward":
+                torch.autograd.backward([loss], [torch.ones_like(loss)])
+            elif where == "torch.autograd.grad":
+                return [*torch.autograd.grad(loss, [leaf, *layers.parameters()])]
         if where == "another context":
             other = symm_cp.Sequential(12, group.size())
             with symm_cp.context_parallel(mesh, load_balancer=other):
@@ -259,6 +236,10 @@ def recomputes_outside(group: dist.ProcessGroup, seed: int) -> None:
         return [leaf.grad, *(p.grad for p in layers.parameters())]  # type: ignore[list-item]
 
     expected = grads(Layers(None), "inside")
+    for name in ("grad", "backward"):
+        assert_all_close(
+            grads(Layers({"use_reentrant": False}), f"torch.autograd.{name}"), expected
+        )
     for where in ("inside", "outside", "another context"):
         for reentrant in (False, True):
             for compiles in (False, True):

@@ -26,7 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.testing import Ranks
-from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
+from tests.context_parallel.common import (
+    CLOSE,
+    Tensors,
+    assert_all_close,
+    attention,
+    mesh_of,
+    whole,
+)
 from tests.exhaustive import some
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
@@ -60,16 +67,11 @@ def dense(
     q, k, v = (t.detach().double().requires_grad_() for t in given[:3])
     learnt = slopes() if bias is None else bias.detach().clone().requires_grad_()
     at = torch.arange(q.shape[2])
-    keys, values = (t.repeat_interleave(HEADS // k.shape[1], 1) for t in (k, v))
-    logits = q @ keys.mT / q.shape[-1] ** 0.5
-    if bias is not None:
-        logits = logits + learnt[:, None, None] * (at - at[:, None])
-    if mask is not None:
-        seen = mask.mask_mod(at[0], at[0], at[:, None], at)
-        logits = logits.masked_fill(~seen, -torch.inf)
-    out = logits.softmax(-1) @ values
+    added = None if bias is None else learnt[:, None, None] * (at - at[:, None])
+    seen = None if mask is None else mask.mask_mod(at[0], at[0], at[:, None], at)
+    out, lse = attention(q, k, v, seen, bias=added)
     grads = torch.autograd.grad(out, (q, k, v, learnt), upstream, allow_unused=True)
-    return [out.detach(), logits.logsumexp(-1).detach(), *(g for g in grads if g is not None)]
+    return [out.detach(), lse.detach(), *(g for g in grads if g is not None)]
 
 
 class _Records(logging.Handler):
@@ -307,11 +309,11 @@ def test_other_lengths(ranks: Ranks, dynamic: bool | None) -> None:
 
 
 def styled(group: dist.ProcessGroup) -> None:
-    problem = Problem(group, 32 * group.size(), scored=False)
+    problem = Problem(group, 32 * group.size())
 
     class Plain(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return flex_attention(q, k, v, block_mask=problem.mask)
+            return flex_attention(q, k, v, problem.score_mod, problem.mask)
 
     style = symm_cp.ContextParallel(2, symm_cp.ContextParallel.AttentionType.FLEX)
     attention = parallelize_module(Plain(), mesh_of(group), style)

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -26,7 +24,14 @@ from torch.nn.attention.flex_attention import (
 import symm_cp
 from symm_cp.context_parallel import gathered_keys
 from symm_cp.testing import Ranks
-from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
+from tests.context_parallel.common import (
+    CLOSE,
+    Tensors,
+    assert_all_close,
+    attention,
+    mesh_of,
+    whole,
+)
 from tests.exhaustive import some
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -42,21 +47,16 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score + SLOPES[h] * (kv_idx - q_idx)
 
 
-def block_mask(length: int, keys: int | None = None) -> BlockMask:
-    return create_block_mask(
-        prefix, None, None, length, keys or length, device="cpu", BLOCK_SIZE=16
-    )
+def block_mask(length: int) -> BlockMask:
+    return create_block_mask(prefix, None, None, length, length, device="cpu", BLOCK_SIZE=16)
 
 
-def dense(given: Tensors, *, scores: bool, keys: int | None = None) -> Tensors:
+def dense(given: Tensors, *, scores: bool) -> Tensors:
     q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
     rows, columns = torch.arange(q.shape[2]), torch.arange(k.shape[2])
-    logits = q @ k.mT / 4
-    if scores:
-        logits = logits + SLOPES[:, None, None] * (columns - rows[:, None])
-    logits = logits.masked_fill(~prefix(0, 0, rows[:, None], columns), -torch.inf)
-    out = logits.softmax(-1) @ v
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]), logits.logsumexp(-1)]
+    bias = SLOPES[:, None, None] * (columns - rows[:, None]) if scores else None
+    out, lse = attention(q, k, v, prefix(0, 0, rows[:, None], columns), bias=bias)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]), lse]
 
 
 def attends(group: dist.ProcessGroup, length: int, seed: int) -> None:
@@ -144,33 +144,6 @@ def takes_a_mask_that_was_cut(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_a_mask_that_was_cut_before(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, takes_a_mask_that_was_cut)
-
-
-class Attention(nn.Module):
-    def __init__(self, mask: BlockMask) -> None:
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flex_attention(q, k, v, alibi, self.mask)
-
-
-def styled(group: dist.ProcessGroup) -> None:
-    W = group.size()
-    given = whole(9, 24 * W)
-    rows = symm_cp.HeadTail(24 * W, W).positions(group.rank())
-    style = symm_cp.ContextParallel(2, symm_cp.ContextParallel.AttentionType.FLEX)
-    attention = parallelize_module(Attention(block_mask(24 * W)), mesh_of(group), style)
-    q, k, v = (t[:, :, rows].requires_grad_() for t in given[:3])
-    out = attention(q, k, v)
-    grads = torch.autograd.grad(out, (q, k, v), given[3][:, :, rows])
-    expected = [t[:, :, rows] for t in dense(given, scores=True)]
-    assert_all_close([out.detach(), *grads], expected[:4])
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_style(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, styled)
 
 
 # --- as on CUDA: torch's kernels over gathered keys ------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -152,22 +151,6 @@ def test_modules_in_a_plain_list_are_judged(ranks: Ranks) -> None:
     ranks.run(2, unregistered)
 
 
-def without_positions(group: dist.ProcessGroup) -> None:
-    model, local = build("Llama"), local_batch(group)
-    del local["position_ids"]
-    context = symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=layout(group))
-    with (
-        pytest.raises(NotImplementedError, match="LlamaModel was called without position_ids"),
-        context,
-        torch.no_grad(),
-    ):
-        model(**local, use_cache=False)
-
-
-def test_positions_that_are_missing_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, without_positions)
-
-
 def from_zero(group: dist.ProcessGroup) -> None:
     model = build("Roberta", head="ForMaskedLM", pad_token_id=1)
     context = symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=layout(group))
@@ -185,23 +168,6 @@ def from_zero(group: dist.ProcessGroup) -> None:
 
 def test_positions_of_roberta_that_count_from_zero_are_refused(ranks: Ranks) -> None:
     ranks.run(2, from_zero)
-
-
-def kept(group: dist.ProcessGroup) -> None:
-    mesh, model = mesh_of(group), build("Llama")
-    for choice, given in ((1, "1"), (torch.tensor([-1]), "positions")):
-        with (
-            pytest.raises(NotImplementedError, match=f"LlamaForCausalLM .*logits_to_keep={given}:"),
-            symm_cp.context_parallel(mesh, model=model, load_balancer=layout(group)),
-        ):
-            model(**local_batch(group), logits_to_keep=choice)
-    with symm_cp.context_parallel(mesh, model=model, load_balancer=layout(group)):
-        model(**local_batch(group), logits_to_keep=0)
-
-
-def test_positions_are_not_chosen_from_a_part(ranks: Ranks) -> None:
-    """`logits_to_keep=1` would keep another token on each rank."""
-    ranks.run(2, kept)
 
 
 def styled(group: dist.ProcessGroup) -> None:
@@ -257,17 +223,3 @@ def one_rank(group: dist.ProcessGroup) -> None:
 
 def test_one_rank_may_do_everything(ranks: Ranks) -> None:
     ranks.run(1, one_rank)
-
-
-def only_this_thread(group: dist.ProcessGroup) -> None:
-    model, results = build("Mistral", sliding_window=40), []
-    expected = model(input_ids=tokens()).logits
-    with symm_cp.context_parallel(mesh_of(group)):
-        thread = threading.Thread(target=lambda: results.append(model(input_ids=tokens()).logits))
-        thread.start()
-        thread.join()
-    assert torch.equal(results[0], expected)
-
-
-def test_models_of_other_threads_are_left_alone(ranks: Ranks) -> None:
-    ranks.run(2, only_this_thread)

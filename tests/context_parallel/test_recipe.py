@@ -40,65 +40,57 @@ class Scored(nn.Module):
         return {"loss": masked_mean(self.decoder(input_ids), {"labels": labels})}
 
 
-def without_labels(group: dist.ProcessGroup, by_model: bool) -> None:
+def two_losses(logits: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    means = (masked_mean(logits, {"labels": batch[n]}) for n in ("labels", "mtp_labels"))
+    return dict(zip(("labels", "mtp_labels"), means, strict=True))
+
+
+def same_grads(model: nn.Module, dense: nn.Module, **limits: float) -> None:
+    for (name, got), want in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None), name
+        if got.grad is not None:
+            torch.testing.assert_close(
+                got.grad, want.grad, msg=lambda m, n=name: f"{n}: {m}", **limits
+            )
+
+
+def without_labels(group: dist.ProcessGroup, loss_by: str) -> None:
     """A rank without labels adds nothing, though a mean over no labels has NaN gradients."""
     torch.manual_seed(0)
     one: nn.Module = Mixed(sparse=False).double()
     ids = torch.randint(8, 31, (2, 6 * group.size()))
     labels = ids.clone()
     labels[:, 6:] = IGNORED  # in sequential order all are on rank 0
-    wanted = masked_mean(one(ids), {"labels": labels})
+    batch, model = {"input_ids": ids, "labels": labels}, copy.deepcopy(one)
+    options: dict[str, Any] = {"loss_function": masked_mean}
+    wanted = masked_mean(one(ids), batch)
+    if loss_by == "model":
+        options = {}
+    if loss_by == "two functions":
+        batch, options = (
+            {**batch, "labels": ids, "mtp_labels": labels},
+            {"loss_function": two_losses},
+        )
+        wanted = sum(two_losses(one(ids), batch).values())  # type: ignore[assignment]
     wanted.backward()
-    model: nn.Module = copy.deepcopy(one)
-    model.zero_grad()
-    options: dict[str, Any] = {} if by_model else {"loss_function": masked_mean}
     with symm_cp.training_step(
-        Scored(model) if by_model else model,
-        {"input_ids": ids, "labels": labels},
+        Scored(model) if loss_by == "model" else model,
+        batch,
         group,
         shift_labels=False,
         load_balancer=symm_cp.Sequential(ids.shape[1], group.size()),
         **options,
     ) as step:
         step.loss.backward()
-    assert torch.equal(step.batch["labels"], labels[:, 6 * group.rank() :][:, :6])
+    own = slice(6 * group.rank(), 6 * group.rank() + 6)
+    assert torch.equal(step.batch["labels"], batch["labels"][:, own])
     torch.testing.assert_close(step.loss, wanted)
-    for got, want in zip(model.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad)
+    same_grads(model, one)
 
 
-@pytest.mark.parametrize("by_model", [False, True])
-def test_a_rank_without_labels(ranks: Ranks, by_model: bool) -> None:
-    ranks.run(3, without_labels, by_model)
-
-
-def two_losses(logits: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    means = (masked_mean(logits, {"labels": batch[n]}) for n in ("labels", "mtp_labels"))
-    return dict(zip(("labels", "mtp_labels"), means, strict=True))
-
-
-def trains_on_two_losses(group: dist.ProcessGroup) -> None:
-    torch.manual_seed(0)
-    one: nn.Module = Mixed(sparse=False).double()
-    ids = torch.randint(8, 31, (2, 6 * group.size()))
-    ahead = ids.clone()
-    ahead[:, 5:] = IGNORED  # in sequential order all are on rank 0
-    batch = {"input_ids": ids, "labels": ids, "mtp_labels": ahead}
-    wanted = sum(two_losses(one(ids), batch).values())
-    wanted.backward()
-    model: nn.Module = copy.deepcopy(one)
-    model.zero_grad()
-    balancer = symm_cp.Sequential(ids.shape[1], group.size())
-    options: dict[str, Any] = {"loss_function": two_losses, "load_balancer": balancer}
-    with symm_cp.training_step(model, batch, group, shift_labels=False, **options) as step:
-        step.loss.backward()
-    torch.testing.assert_close(step.loss, wanted)
-    for got, want in zip(model.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad)
-
-
-def test_two_losses(ranks: Ranks) -> None:
-    ranks.run(3, trains_on_two_losses)
+@pytest.mark.parametrize("loss_by", ["function", "model", "two functions"])
+def test_a_rank_without_labels(ranks: Ranks, loss_by: str) -> None:
+    ranks.run(3, without_labels, loss_by)
 
 
 class Around(nn.Module):
@@ -316,18 +308,7 @@ def trains_others(group: dist.ProcessGroup) -> None:
         ) as step:
             step.loss.backward()
         torch.testing.assert_close(step.loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
-        for (parameter, got), want in zip(
-            model.named_parameters(), dense.parameters(), strict=True
-        ):
-            assert (got.grad is None) == (want.grad is None), parameter
-            if got.grad is not None:
-                torch.testing.assert_close(
-                    got.grad,
-                    want.grad,
-                    rtol=1e-4,
-                    atol=1e-5,
-                    msg=lambda m, p=parameter: f"{p}: {m}",
-                )
+        same_grads(model, dense, rtol=1e-4, atol=1e-5)
 
 
 @exhaustive

@@ -20,7 +20,7 @@ from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import evaluate
 from symm_cp.testing import Ranks
-from tests.context_parallel.common import CLOSE, mesh_of, whole
+from tests.context_parallel.common import CLOSE, attention, mesh_of, whole
 from tests.exhaustive import exhaustive, some
 
 HEADS, BATCH = 4, 2
@@ -63,18 +63,9 @@ def dense(
     q, k, v = tensors
     lengths = (torch.arange(q.shape[2]), torch.arange(k.shape[2]))
     visible = evaluate(mask.as_mask_mod(), BATCH, HEADS, *lengths)
-    k, v = (t.repeat_interleave(HEADS // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias[:, lengths[1] - lengths[0][:, None] + q.shape[2] - 1]
-    scores = scores.masked_fill(~visible, -torch.inf)
-    lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks[:, None])
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    return (scores - lse.unsqueeze(-1)).exp() @ v
+        bias = bias[:, lengths[1] - lengths[0][:, None] + q.shape[2] - 1]
+    return attention(q, k, v, visible, softcap=softcap, sinks=sinks, bias=bias)[0]
 
 
 def attends(group: dist.ProcessGroup, layout: str, length: int, seed: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,8 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests.attention_reference import Problem
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
+from tests.context_parallel.test_methods import MIXED, exchanges, mesh_2d
+from tests.exhaustive import some
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
@@ -34,28 +39,38 @@ class Block(nn.Module):
         return self.attention(q, k, v)
 
 
-def styled(group: dist.ProcessGroup) -> None:
+def styled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None) -> None:
     W = group.size()
-    given = whole(11, 10 * W)
+    given, mesh = whole(11, 10 * W), mesh_of(group) if shape is None else mesh_2d(shape)
     for balancer in (None, symm_cp.Sequential(10 * W, W)):
-        style = symm_cp.ContextParallel(2, "scaled_dot_product_attention", balancer)
-        block = parallelize_module(Block(), mesh_of(group), {"attention": style})
+        style = symm_cp.ContextParallel(2, "scaled_dot_product_attention", balancer, method)
+        block = parallelize_module(Block(), mesh, {"attention": style})
         rows = (balancer or symm_cp.HeadTail(10 * W, W)).positions(group.rank())
-        cut = symm_cp.context_parallel_shard(mesh_of(group), given[:3], [2] * 3, balancer)
-        shards = [t.requires_grad_() for t in cut]
+        shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
         expected = [t[:, :, rows] for t in dense(given)]
         for recompute in (False, True):  # in the backward pass, out of any context
-            out = checkpoint(block, *shards, use_reentrant=False) if recompute else block(*shards)
-            grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+            with exchanges() as made:
+                attend = functools.partial(checkpoint, block, use_reentrant=False)
+                out = (attend if recompute else block)(*shards)
+                grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+            assert made == (["forward"] * (1 + recompute) + ["backward"] if method else [])
             assert_all_close([out.detach(), *grads], expected)
     # Outside of the module nothing has changed.
     full = F.scaled_dot_product_attention(*given[:3], is_causal=True)
     assert torch.equal(full, F.scaled_dot_product_attention(*given[:3], is_causal=True))
 
 
-@WORLD_SIZES
-def test_style_needs_no_context(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, styled)
+METHODS = [(2, "ulysses", None), (4, "ulysses", None), (4, MIXED, (2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"),
+    some((2, None, None), METHODS[0], of=[*((W, None, None) for W in (1, 2, 3, 4)), *METHODS]),
+)
+def test_style_needs_no_context(
+    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
+    ranks.run(world_size, styled, method, shape)
 
 
 def style_errors(group: dist.ProcessGroup) -> None:

@@ -22,6 +22,7 @@ from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import pairs as pairs_of
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, assert_all_close, mesh_of
+from tests.context_parallel.common import attention as attended
 from tests.context_parallel.test_flex_compiled import graphs, one_graph
 from tests.exhaustive import pairs, some
 
@@ -62,13 +63,12 @@ def dense(
     outs, lses = [], []
     for begin, end in itertools.pairwise(cu_seq.tolist()):
         q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in tensors)
-        k, v = (tensor.repeat_interleave(HEADS // KEY_HEADS, 0) for tensor in (k, v))
         at = torch.arange(end - begin)
         away = at - at[:, None]
         hidden = (away < -left) & (left >= 0) | (away > right) & (right >= 0)
-        score = (q @ k.mT * (scale or FEATURES**-0.5)).masked_fill(hidden, -torch.inf)
-        outs.append((score.softmax(-1) @ v).transpose(0, 1))
-        lses.append(score.logsumexp(-1))
+        out, lse = attended(q, k, v, ~hidden, scale=scale)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
     return [torch.cat(outs), torch.cat(lses, 1)]
 
 

@@ -23,8 +23,9 @@ from tests.exhaustive import exhaustive
 from tests.integrations.common import causal_batch, check_client
 from tests.integrations.decoders import CLIENTS
 from tests.integrations.test_compiled import compilable, decoder_layers
+from tests.tensor_parallel.common import whole
 from tests.tensor_parallel.models import VOCABULARY, config_of
-from tests.tensor_parallel.test_transformers_plans import load_in_parallel, own_meshes, whole
+from tests.tensor_parallel.test_transformers_plans import load_in_parallel, own_meshes
 
 LENGTH = 16
 #: Collectives of `apply` and `context_parallel` that are next to no matmul.

@@ -253,8 +253,8 @@ def under_context_parallel(
     client: Client,
     batch: Batch,
     *,
-    balancer: symm_cp.LoadBalancer,
-    shift: bool = True,
+    balancer: symm_cp.LoadBalancer | Mapping[int, symm_cp.LoadBalancer],
+    shift: bool | None = True,
     implementation: str = "eager",
     prepare: Callable[[nn.Module], Any] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -267,8 +267,8 @@ def under_context_parallel(
         group: group of the ranks.
         client: client to run.
         batch: batch of whole sequences.
-        balancer: layout of the sequence over the ranks.
-        shift: whether each position's label is the next token.
+        balancer: layout of the sequence over the ranks; or of each length.
+        shift: whether each position's label is the next token; None: as the model's class says.
         implementation: attention that the model is made with; the context replaces it.
         prepare: changes the model, or returns a callable to use instead (a compiled model).
         around: context manager for the forward pass, such as autocast.
@@ -278,17 +278,24 @@ def under_context_parallel(
     mesh = mesh or mesh_of(group)
     model = client.make(implementation)
     local, reduce_loss = symm_cp.shard_batch(
-        mesh, batch, load_balancer=balancer, shift_labels=shift, method=method
+        mesh,
+        batch,
+        model=model if shift is None else None,
+        load_balancer=balancer,
+        shift_labels=shift,
+        method=method,
     )
     labels = local.pop("labels")
-    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer, method=method):
+    by = reduce_loss.load_balancer
+    with symm_cp.context_parallel(mesh, model=model, load_balancer=by, method=method):
         call = (prepare(model) if prepare else None) or model
         with around():
             logits = call(**local, **client.call).logits
             loss = reduce_loss(target_loss(logits, labels))
         loss.backward()
+    by = by[batch["labels"].shape[1]] if isinstance(by, Mapping) else by
     logits = logits.detach()
-    whole = symm_cp.context_parallel_unshard(mesh, [logits], [1], balancer, method=method)[0]
+    whole = symm_cp.context_parallel_unshard(mesh, [logits], [1], by, method=method)[0]
     return Result(loss.detach(), whole, summed_grads(group, model))
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-import symm_cp
-from tests.context_parallel.common import mesh_of
 from tests.integrations.common import (
     BALANCERS,
     IGNORED,
@@ -21,8 +16,7 @@ from tests.integrations.common import (
     Result,
     assert_same,
     in_one_process,
-    summed_grads,
-    target_loss,
+    under_context_parallel,
 )
 
 MASKED = "ForMaskedLM"
@@ -122,36 +116,13 @@ def pair_batch(source: int, target: int, *, padding: bool) -> Batch:
 
 
 def on_shards(
-    group: dist.ProcessGroup,
-    client: Client,
-    batch: Batch,
-    layout: str,
-    *,
-    implementation: str = "sdpa",
-    prepare: Callable[[nn.Module], Any] | None = None,
-    method: Any = None,
-    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup, client: Client, batch: Batch, layout: str, **how: Any
 ) -> Result:
     """Runs a client on this rank's part of a whole batch of one or two lengths."""
-    mesh, W = mesh or mesh_of(group), group.size()
-    model = client.make(implementation)
     lengths = {tensor.shape[1] for tensor in batch.values()}
-    by = {length: BALANCERS[layout](length, W) for length in lengths}
-    local, reduce_loss = symm_cp.shard_batch(
-        mesh, batch, model=model, load_balancer=by, method=method
-    )
-    labels = local.pop("labels")
-    with symm_cp.context_parallel(
-        mesh, model=model, load_balancer=reduce_loss.load_balancer, method=method
-    ):
-        call = (prepare(model) if prepare else None) or model
-        logits = call(**local, **client.call).logits
-        loss = reduce_loss(target_loss(logits, labels))
-        loss.backward()
-    of_labels = by[batch["labels"].shape[1]]
-    logits = logits.detach()
-    whole = symm_cp.context_parallel_unshard(mesh, [logits], [1], of_labels, method=method)[0]
-    return Result(loss.detach(), whole, summed_grads(group, model))
+    by = {length: BALANCERS[layout](length, group.size()) for length in lengths}
+    how = {"implementation": "sdpa", "shift": None, **how}
+    return under_context_parallel(group, client, batch, balancer=by, **how)
 
 
 def seen_batch(batch: Batch) -> Batch:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import TorchContextParallelConfig
+from accelerate.utils import TorchContextParallelConfig, TorchDynamoPlugin
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
@@ -43,6 +44,7 @@ from tests.integrations.test_trainer import (
     model_of,
     replicated,
     results,
+    same_training,
     trained,
 )
 
@@ -71,9 +73,18 @@ def accelerating(group: dist.ProcessGroup, backend: str, **options: Any) -> Iter
 
 
 def accelerator_of(
-    cp_size: int, dp_shard_size: int, *, fsdp: bool, wrap: bool = True, **config: Any
+    cp_size: int,
+    dp_shard_size: int,
+    *,
+    fsdp: bool,
+    wrap: bool = True,
+    regional: bool | None = None,
+    **config: Any,
 ) -> Accelerator:
-    plugin = None
+    """`regional`: whether it compiles layer by layer; None: it does not compile."""
+    plugin = dynamo = None
+    if regional is not None:
+        dynamo = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     if fsdp:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -81,7 +92,12 @@ def accelerator_of(
             cpu_ram_efficient_loading=False,
         )
     config = {"cp_size": cp_size, "dp_shard_size": dp_shard_size, **config}
-    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**config), fsdp_plugin=plugin)
+    return Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**config),
+        fsdp_plugin=plugin,
+        dynamo_plugin=dynamo,
+    )
 
 
 def whole_grads(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -156,6 +172,30 @@ def steps_as_in_one_process(
                 assert_same(actual, expected, batch, client.tolerance)
 
 
+def compiled_steps(group: dist.ProcessGroup, name: str, fsdp: bool, regional: bool) -> None:
+    """Steps of a model that accelerate compiles, whole or layer by layer."""
+    torch._dynamo.reset()
+    counters.clear()
+    client = CLIENTS[name].having(num_hidden_layers=1)
+    with accelerating(group, "symm_cp"):
+        accelerator = accelerator_of(group.size(), 1, fsdp=fsdp, regional=regional)
+        for kind in ({}, {"documents": [9, 15]}):
+            batch = causal_batch(24, **kind)
+            expected = in_one_process(client, batch)
+            assert_same(step(accelerator, client, batch), expected, batch, client.tolerance)
+    assert counters["aot_autograd"]["ok"] > 0
+    torch._dynamo.reset()
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("name", "fsdp", "regional"),
+    [("Llama", True, False), ("Llama", False, True), ("Mistral", True, True)],
+)
+def test_compiled_models(ranks: Ranks, name: str, fsdp: bool, regional: bool) -> None:
+    ranks.run(2, compiled_steps, name, fsdp, regional, timeout=300)
+
+
 CASES = [
     (2, ["Mistral"], 1, True, "gloo", "HeadTail", None),
     (2, ["Llama", "GptOss"], 1, True, "symm_cp", "Sequential", "ulysses"),
@@ -190,17 +230,10 @@ TRAINERS: list[tuple[Any, ...]] = [
 def test_trainers_losses_and_weights_are_those_of_one_process(
     ranks: Ranks, world_size: int, name: str, dp: int, fsdp: bool, options: dict[str, Any]
 ) -> None:
-    ((losses, evaluated, weights),) = results(ranks, 1, alone, name, options)
+    (wanted,) = results(ranks, 1, alone, name, options)
     if options == OWN_MEAN:  # the mean of the replicas' means, as without context parallelism
-        losses, evaluated, weights = results(ranks, 2, replicated, name, options)[0]
-    for got_losses, got_evaluated, got in results(
-        ranks, world_size, trains, name, dp, fsdp, options
-    ):
-        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
-        assert abs(got_evaluated - evaluated) < 1e-4
-        assert got.keys() == weights.keys()
-        for key, want in weights.items():
-            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-5, msg=key)
+        wanted = results(ranks, 2, replicated, name, options)[0]
+    same_training(results(ranks, world_size, trains, name, dp, fsdp, options), wanted)
 
 
 @pytest.mark.parametrize(

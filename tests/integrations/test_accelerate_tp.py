@@ -26,7 +26,7 @@ from tests.integrations.common import (
     saved,
 )
 from tests.integrations.test_accelerate import accelerating, accelerator_of, step
-from tests.integrations.test_trainer import alone, results, trained
+from tests.integrations.test_trainer import alone, results, same_training, trained
 
 LLAMA = Client("Llama")
 CLIENTS = {
@@ -110,15 +110,8 @@ def trains(group: dist.ProcessGroup, name: str) -> Any:
 @exhaustive
 def test_trainers_losses_and_weights_are_those_of_one_process(ranks: Ranks) -> None:
     name = "LlamaForCausalLM"
-    ((losses, evaluated, weights),) = results(
-        ranks, 1, alone, name, {"gradient_accumulation_steps": 2}
-    )
-    for got_losses, got_evaluated, got in results(ranks, 4, trains, name):
-        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
-        assert abs(got_evaluated - evaluated) < 1e-4
-        assert got.keys() == weights.keys()
-        for key, want in weights.items():
-            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-5, msg=key)
+    (wanted,) = results(ranks, 1, alone, name, {"gradient_accumulation_steps": 2})
+    same_training(results(ranks, 4, trains, name), wanted)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

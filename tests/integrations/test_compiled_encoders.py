@@ -1,4 +1,4 @@
-"""Layers of encoders, of their decoders and of GPT-2 under `torch.compile` within a context."""
+"""Layers of encoders and of their decoders under `torch.compile` within a context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive
-from tests.integrations.common import Result, assert_same
 from tests.integrations.encoders import (
     ENCODERS,
     SEQ2SEQ,
@@ -20,7 +19,6 @@ from tests.integrations.encoders import (
     pair_batch,
 )
 from tests.integrations.test_compiled import at_most
-from tests.integrations.test_decoders import batch_of, drops
 from tests.integrations.test_encoders import transcribes
 
 #: The classes of layers to compile, by model.
@@ -81,20 +79,3 @@ def layers_of_whisper(group: dist.ProcessGroup) -> None:
 @exhaustive
 def test_whispers_decoder(ranks: Ranks) -> None:
     ranks.run(2, layers_of_whisper, timeout=600)
-
-
-def drops_compiled(group: dist.ProcessGroup, seed: int) -> Result:
-    torch._dynamo.reset()
-    with at_most(2):
-        return drops(group, "HeadTail", seed, False, compiled("GPT2Block"))
-
-
-@exhaustive
-def test_dropout(ranks: Ranks) -> None:
-    """The same weights are dropped as in one process that compiles nothing."""
-    seed = int(torch.randint(1 << 30, ()))
-    torch.manual_seed(seed)
-    batch = batch_of("padded left")
-    (alone,) = ranks.run(1, drops, "HeadTail", seed, False)
-    for spread in ranks.run(2, drops_compiled, seed, timeout=600):
-        assert_same(spread, alone, batch, 1e-9)

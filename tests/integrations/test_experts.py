@@ -21,12 +21,10 @@ from tests.backend.world import world
 from tests.exhaustive import some
 from tests.integrations.common import Client, causal_batch, saved
 from tests.integrations.decoders import CLIENTS
+from tests.tensor_parallel.common import whole
 
+EIGHT = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
 MODELS = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def close(found: Any, want: torch.Tensor, tolerance: float, what: str) -> None:
@@ -68,9 +66,7 @@ def in_a_world(
 
 def with_a_shared_batch(group: dist.ProcessGroup, name: str) -> None:
     """Ranks of a TP group hold the same batch, and each sends a part of it."""
-    client = CLIENTS[name].having(
-        num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
-    )
+    client = CLIENTS[name].having(**EIGHT, num_key_value_heads=4)
     W = group.size()
     model: Any = client.make("eager")
     # 13 tokens: not a multiple of the ranks; with 1 token some ranks have none.
@@ -102,9 +98,7 @@ def test_ranks_that_share_a_batch(ranks: Ranks, name: str, world_size: int) -> N
 
 def with_batches_of_their_own(group: dist.ProcessGroup, name: str) -> None:
     """With different batches on an FSDP group's ranks, compares with transformers' exchange."""
-    client = CLIENTS[name].having(
-        num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
-    )
+    client = CLIENTS[name].having(**EIGHT, num_key_value_heads=4)
     W, rank = group.size(), group.rank()
     model: Any = client.make("eager")
     ids = torch.randint(3, 60, (W, 9))
@@ -133,7 +127,7 @@ def with_parts_of_a_sequence(group: dist.ProcessGroup, name: str) -> None:
     """With context parallelism over the same ranks: each has parts of sequences, and experts."""
     # FSDP2 divides gradients of lone shards twice in float64 and float16.
     client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)
-    client = client.having(num_experts=8, num_local_experts=8, n_routed_experts=8)
+    client = client.having(**EIGHT)
     model: Any = client.make("eager")
     batch = causal_batch(26, padding="right")
     expected = model(**batch, use_cache=False)
@@ -165,9 +159,7 @@ def on_two_axes(group: dist.ProcessGroup, name: str, experts_over: int, in_parts
     """
     # FSDP2 divides gradients of lone shards twice in float64 and float16.
     client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)
-    client = client.having(
-        num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
-    )
+    client = client.having(**EIGHT, num_key_value_heads=4)
     model: Any = client.make("eager")
     batch = causal_batch(26, padding="right")
     if in_parts:

@@ -166,6 +166,17 @@ def results(ranks: Ranks, world_size: int, function: Any, *args: Any) -> list[An
     return [outcome.result for outcome in outcomes]
 
 
+def same_training(found: list[Any], wanted: Any) -> None:
+    """Compares each rank's losses of steps and of an evaluation, and weights."""
+    losses, evaluated, weights = wanted
+    for got_losses, got_evaluated, got in found:
+        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
+        assert abs(got_evaluated - evaluated) < 1e-4
+        assert got.keys() == weights.keys()
+        for key, want in weights.items():
+            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-5, msg=key)
+
+
 CHECKPOINTED = {"gradient_checkpointing": True}
 CASES: list[Any] = [
     ("LlamaForCausalLM", 2, 1, False, {}),
@@ -188,14 +199,10 @@ def trains_with_dropout(group: dist.ProcessGroup, options: dict[str, Any], rate:
 @pytest.mark.parametrize("options", [{}, CHECKPOINTED])
 def test_dropout(ranks: Ranks, options: dict[str, Any]) -> None:
     """All ranks use the seed of `args`, and drop the same weights of attention as one process."""
-    ((losses, evaluated, weights),) = results(ranks, 1, trains_with_dropout, options, 0.3)
+    (wanted,) = results(ranks, 1, trains_with_dropout, options, 0.3)
     ((without, _, _),) = results(ranks, 1, trains_with_dropout, options, 0.0)
-    assert abs(losses[0] - without[0]) > 1e-3, "nothing was dropped"
-    for got_losses, got_evaluated, got in results(ranks, 2, trains_with_dropout, options, 0.3):
-        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
-        assert abs(got_evaluated - evaluated) < 1e-4
-        for key, weight in weights.items():
-            torch.testing.assert_close(got[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+    assert abs(wanted[0][0] - without[0]) > 1e-3, "nothing was dropped"
+    same_training(results(ranks, 2, trains_with_dropout, options, 0.3), wanted)
 
 
 @exhaustive
@@ -208,19 +215,13 @@ def test_losses_and_weights_are_those_of_one_process(
     sequential: bool,
     options: dict[str, Any],
 ) -> None:
-    ((losses, evaluated, weights),) = results(ranks, 1, alone, name, options)
-    assert len(losses) == STEPS
-    parallel = results(ranks, world_size, trains, name, replicas, sequential, options)
+    (wanted,) = results(ranks, 1, alone, name, options)
+    assert len(wanted[0]) == STEPS
     if options.get("average_tokens_across_devices") is False:
         # The mean of the replicas' means, as without context parallelism.
-        parallel_alone = results(ranks, 2, replicated, name, options)
-        losses, evaluated, weights = parallel_alone[0]
-    for got_losses, got_evaluated, got in parallel:
-        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
-        assert abs(got_evaluated - evaluated) < 1e-4
-        assert got.keys() == weights.keys()
-        for key, want in weights.items():
-            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-5, msg=key)
+        wanted = results(ranks, 2, replicated, name, options)[0]
+    found = results(ranks, world_size, trains, name, replicas, sequential, options)
+    same_training(found, wanted)
 
 
 def replicated(group: dist.ProcessGroup, name: str, options: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +34,16 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+
+
+def own(x: torch.Tensor, group: dist.ProcessGroup, dim: int | None) -> torch.Tensor:
+    """This rank's part of activations along `dim`; all of them if it is None (replicated)."""
+    return x if dim is None else part(x, group, dim)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(x: torch.Tensor | None) -> torch.Tensor:
@@ -88,21 +98,16 @@ class Block(nn.Module):
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
 
 
-def fused_plan(dim: int = 1) -> dict[str, Any]:
+def fused_plan(dim: int | None = 1) -> dict[str, Any]:
+    """`dim`: the sequence dimension that is split between the linears; None: it is not split."""
+    layout = Replicate() if dim is None else Shard(dim)
     return {
-        "": FusedColwiseGroup(("w1", "w3"), sequence_dim=dim),
-        "w2": FusedRowwiseParallel(sequence_dim=dim),
+        "": FusedColwiseGroup(("w1", "w3"), input_layouts=layout),
+        "w2": FusedRowwiseParallel(output_layouts=layout),
     }
 
 
-def replicated_plan() -> dict[str, Any]:
-    return {
-        "": FusedColwiseGroup(("w1", "w3"), input_layouts=Replicate()),
-        "w2": FusedRowwiseParallel(output_layouts=Replicate()),
-    }
-
-
-def fused_block(group: dist.ProcessGroup, dim: int = 1) -> tuple[Block, Block]:
+def fused_block(group: dist.ProcessGroup, dim: int | None = 1) -> tuple[Block, Block]:
     """Returns a dense block in float64, and the same in parallel."""
     dense = Block().double()
     block = copy.deepcopy(dense)
@@ -113,3 +118,8 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     # Chains of sums of up to B * S terms in float64 err by some 1e-14; a missing or doubled term
     # is off by 1e-3 and more.
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def same_grads(model: nn.Module, dense: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        same(whole(parameter.grad), whole(dense.get_parameter(name).grad))

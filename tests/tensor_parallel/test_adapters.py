@@ -17,7 +17,7 @@ from symm_cp.tensor_parallel import apply
 from symm_cp.tensor_parallel import save as save_whole
 from symm_cp.testing import Ranks
 from tests.exhaustive import pairs, some
-from tests.tensor_parallel.common import mesh_of
+from tests.tensor_parallel.common import mesh_of, whole
 from tests.tensor_parallel.models import model_of, tokens_of
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -65,10 +65,6 @@ def two_models(
     applied = apply(model, mesh_of(group), sequence_parallel=sequence_parallel)
     assert applied is model
     return model, dense
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def same_parameters(model: nn.Module, dense: nn.Module, of: Callable[[Any], Any]) -> None:

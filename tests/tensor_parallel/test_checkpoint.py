@@ -16,17 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply, load, save, stored
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, in_turns, some
 from tests.tensor_parallel import models
-from tests.tensor_parallel.common import mesh_of
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+from tests.tensor_parallel.common import mesh_of, whole
 
 
 def on_meta(family: str, **changes: Any) -> nn.Module:
@@ -329,7 +324,6 @@ def loads_and_trains(group: dist.ProcessGroup, family: str, folder: str) -> None
         ],
     ),
 )
-@pytest.mark.exhaustive
 def test_goes_on_at_another_world_size(
     ranks: Ranks, family: str, world_size: int, tmp_path: Path
 ) -> None:

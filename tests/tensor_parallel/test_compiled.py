@@ -28,8 +28,8 @@ from tests.tensor_parallel.common import (
     leaf,
     mesh_of,
     part,
-    replicated_plan,
     same,
+    same_grads,
 )
 
 
@@ -67,10 +67,7 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
             out = local(run(x_shard))
             out.square().sum().backward()
         grads = [p.grad for p in block.parameters()]
-        assert all(g is not None for g in grads)
-        results.append(
-            [out.detach(), x_shard.grad, *(local(grad) for grad in grads if grad is not None)]
-        )
+        results.append([out.detach(), x_shard.grad, *map(local, grads)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
     if backend == "counted":
         assert counted.count == 1
@@ -113,7 +110,7 @@ def replicate(module: nn.Module, inputs: Any, output: DTensor) -> DTensor:
 def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> None:
     """`around`: the part that torch parallelizes, next to our linears."""
     torch._dynamo.reset()  # shapes of earlier tests would make dimensions dynamic
-    plan = replicated_plan()
+    plan = fused_plan(None)
     if around == "colwise":
         plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": plan["w2"]}
     elif around == "rowwise":
@@ -144,10 +141,7 @@ def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> No
         expected = results[0][1]
         assert expected is not None
         same(results[1][1], part(expected, group, 1) if around == "norm" else expected)
-        for name, parameter in block.named_parameters():
-            grad = parameter.grad
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            same(whole, dense.get_parameter(name).grad)
+        same_grads(block, dense)
     if backend == "counted" and around == "":
         ours = ["fused_matmul_all_reduce", "_fused_matmuls_all_reduce"]
         assert counted.ops == [f"symm_mem.{name}.default" for name in ours]

@@ -18,8 +18,7 @@ from tests.integrations.common import WideTensors, assert_near
 from tests.integrations.decoders import CLIENTS as DECODERS
 from tests.integrations.decoders import STRANGERS
 from tests.integrations.test_recurrent import CLIENTS as RECURRENT
-from tests.tensor_parallel.common import mesh_of
-from tests.tensor_parallel.test_apply import whole
+from tests.tensor_parallel.common import mesh_of, whole
 
 CLIENTS = {**DECODERS, **STRANGERS, **RECURRENT}
 CLIENTS["nemotron-h-dense"] = RECURRENT["nemotron-h"].having(

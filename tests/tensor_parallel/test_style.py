@@ -1,4 +1,7 @@
-"""The styles against dense linears, and their other guarantees."""
+"""The styles against dense linears, and their other guarantees.
+
+Activations between linears are split along dimension `dim`, or replicated if it is None.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,85 +48,92 @@ from tests.tensor_parallel.common import (
     leaf,
     local,
     mesh_of,
+    own,
     part,
     same,
+    same_grads,
     weight_grad,
+    whole,
 )
 
 # --- one linear ------------------------------------------------------------------------------
 
+Drawn = tuple[nn.Linear, nn.Linear, torch.Tensor, torch.Tensor]
 
-def colwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) -> None:
-    linear = nn.Linear(K, N, bias=bias, dtype=dtype)
-    weight = linear.weight.detach().clone()
-    bias_vector = linear.bias.detach().clone() if bias else None
-    x, grad = torch.randn(B, S, K).to(dtype), torch.randn(B, S, N).to(dtype)
-    parallelize_module(linear, mesh_of(group), FusedColwiseParallel(sequence_dim=dim))
 
-    x_shard = leaf(part(x, group, dim))
-    y = linear(x_shard)
-    w_part = part(weight, group, 0)
-    b_part = part(bias_vector, group, 0) if bias_vector is not None else None
-    expected = reference.matmul(x, w_part.t(), b_part)
-    if bias_vector is not None and dtype == torch.bfloat16:
-        # The product is rounded once before the bias is added.
-        rounded = reference.unit_roundoff(dtype) * expected.magnitude
-        assert ((y.double() - expected.value).abs() <= rounded + expected.bound(dtype)).all()
+def drawn(group: dist.ProcessGroup, style: Any, dtype: torch.dtype, bias: bool) -> Drawn:
+    """A linear of a style, the same in one process, an input and a gradient."""
+    dense = nn.Linear(K, N, bias=bias, dtype=dtype)
+    linear = parallelize_module(copy.deepcopy(dense), mesh_of(group), style)
+    return linear, dense, torch.randn(B, S, K).to(dtype), torch.randn(B, S, N).to(dtype)
+
+
+def check_output(y: torch.Tensor, expected: reference.Expected, dim: int | None) -> None:
+    """Products are rounded once before a bias is added: to bfloat16, or as they are summed."""
+    if y.dtype == torch.bfloat16 or dim is None:
+        once = reference.unit_roundoff(y.dtype) * expected.magnitude
+        assert ((y.double() - expected.value).abs() <= once + expected.bound(y.dtype)).all()
     else:
         expected.check(y)
 
-    grad_parts = list(grad.tensor_split(group.size(), -1))
-    y.backward(grad_parts[group.rank()])
-    weights = list(weight.tensor_split(group.size(), 0))
-    x_grads = reference.matmul_reduce_scatter(grad_parts, weights, dim)
-    assert x_shard.grad is not None
-    x_grads[group.rank()].check(x_shard.grad)
-    own_grad = grad_parts[group.rank()]
-    weight_grad(own_grad, x, group.size(), dim).check(local(linear.weight.grad))
+
+def sum_of_rows(grad: torch.Tensor, world_size: int, dim: int | None) -> reference.Expected:
+    """The gradient of a bias; parts along `dim` are summed, rounded, and then added up."""
+    rows = grad.flatten(0, -2)
+    total = reference.matmul(rows.t(), torch.ones(len(rows), 1, dtype=grad.dtype))
+    parts = None
+    if dim is not None:
+        sums = [g.flatten(0, -2).sum(0) for g in grad.double().tensor_split(world_size, dim)]
+        parts = torch.stack(sums).abs().sum(0)
+    terms = total.terms + world_size
+    return reference.Expected(total.value[:, 0], total.magnitude[:, 0], terms, parts)
+
+
+def colwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int | None, bias: bool) -> None:
+    style = FusedColwiseParallel(input_layouts=Replicate() if dim is None else Shard(dim))
+    linear, dense, x, grad = drawn(group, style, dtype, bias)
+    W, rank = group.size(), group.rank()
+    weights, grads = dense.weight.tensor_split(W), grad.tensor_split(W, -1)
+    x_leaf, own_grad = leaf(own(x, group, dim)), grads[rank].contiguous()
+    y = linear(x_leaf)
+    expected = reference.matmul(x, weights[rank].t(), part(dense.bias, group, 0) if bias else None)
+    check_output(y, expected, dim) if bias else expected.check(y)
+    y.backward(own_grad)
+    of_x = (
+        reference.matmul_all_reduce(grads, weights)
+        if dim is None
+        else reference.matmul_reduce_scatter(grads, weights, dim)[rank]
+    )
+    assert x_leaf.grad is not None
+    of_x.check(x_leaf.grad)
+    weight_grad(own_grad, x, W if dim is not None else 1, dim or 0).check(local(linear.weight.grad))
     if bias:
-        rows = own_grad.reshape(B * S, -1)
-        total = reference.matmul(rows.t(), torch.ones(B * S, 1, dtype=dtype))
-        reference.Expected(total.value.squeeze(1), total.magnitude.squeeze(1), B * S).check(
-            local(linear.bias.grad)
-        )
+        sum_of_rows(own_grad, W, None).check(local(linear.bias.grad))
 
 
-def rowwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) -> None:
-    linear = nn.Linear(K, N, bias=bias, dtype=dtype)
-    weight = linear.weight.detach().clone()
-    bias_vector = linear.bias.detach().clone() if bias else None
-    x, grad = torch.randn(B, S, K).to(dtype), torch.randn(B, S, N).to(dtype)
-    parallelize_module(linear, mesh_of(group), FusedRowwiseParallel(sequence_dim=dim))
-
-    x_parts = [p.contiguous() for p in x.tensor_split(group.size(), -1)]
-    w_parts = list(weight.tensor_split(group.size(), 1))
-    x_part = leaf(x_parts[group.rank()])
+def rowwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int | None, bias: bool) -> None:
+    style = FusedRowwiseParallel(output_layouts=Replicate() if dim is None else Shard(dim))
+    linear, dense, x, grad = drawn(group, style, dtype, bias)
+    W, rank = group.size(), group.rank()
+    xs, weights = x.tensor_split(W, -1), dense.weight.tensor_split(W, 1)
+    x_part = leaf(xs[rank].contiguous())
     y = linear(x_part)
-    expected = reference.matmul_reduce_scatter(
-        x_parts, [w.t() for w in w_parts], dim, bias=bias_vector
-    )[group.rank()]
-    if bias_vector is not None and dtype == torch.bfloat16:
-        rounded = reference.unit_roundoff(dtype) * expected.magnitude
-        assert ((y.double() - expected.value).abs() <= rounded + expected.bound(dtype)).all()
+    factors, b = (xs, [w.t() for w in weights]), dense.bias if bias else None
+    if dim is None:
+        reference.matmul_all_reduce(*factors, bias=b).check(y)
+        everywhere: list[Any] = [None] * W
+        dist.all_gather_object(everywhere, y.detach(), group=group)
+        assert all(torch.equal(other, y) for other in everywhere)  # to the last bit
     else:
-        expected.check(y)
-
-    y.backward(part(grad, group, dim))
+        expected = reference.matmul_reduce_scatter(*factors, dim, bias=b)[rank]
+        check_output(y, expected, dim) if bias else expected.check(y)
+    y.backward(own(grad, group, dim))
     assert x_part.grad is not None
-    reference.matmul(grad, w_parts[group.rank()]).check(x_part.grad)
-    own_x = x_parts[group.rank()]
-    weight_grad(grad, own_x, group.size(), dim).check(local(linear.weight.grad))
+    reference.matmul(grad, weights[rank]).check(x_part.grad)
+    of_weight = weight_grad(grad, xs[rank], W if dim is not None else 1, dim or 0)
+    of_weight.check(local(linear.weight.grad))
     if bias:
-        rows = grad.reshape(B * S, N)
-        # Summed within each rank, rounded, then summed over the ranks.
-        parts = [g.reshape(-1, N).sum(0) for g in grad.double().tensor_split(group.size(), dim)]
-        total = reference.matmul(rows.t(), torch.ones(B * S, 1, dtype=dtype))
-        reference.Expected(
-            total.value.squeeze(1),
-            total.magnitude.squeeze(1),
-            B * S + group.size(),
-            torch.stack(parts).abs().sum(0),
-        ).check(local(linear.bias.grad))
+        sum_of_rows(grad, W, dim).check(local(linear.bias.grad))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -135,6 +146,11 @@ def rowwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) 
         (torch.float64, -2, True),
         (torch.bfloat16, 1, True),
         (torch.bfloat16, -2, False),
+        (torch.float64, None, True),
+        (torch.float32, None, False),
+        (torch.float32, None, True),
+        (torch.bfloat16, None, True),
+        (torch.bfloat16, None, False),
     ],
 )
 def test_one_linear(
@@ -142,7 +158,7 @@ def test_one_linear(
     world_size: int,
     check: Callable[..., None],
     dtype: torch.dtype,
-    dim: int,
+    dim: int | None,
     bias: bool,
 ) -> None:
     if dim == 0 and B % world_size:
@@ -153,7 +169,7 @@ def test_one_linear(
 # --- whole blocks ----------------------------------------------------------------------------
 
 
-def block_trains(group: dist.ProcessGroup, dim: int) -> None:
+def block_trains(group: dist.ProcessGroup, dim: int | None) -> None:
     dense, block = fused_block(group, dim)
     names = [name for name, _ in dense.named_parameters()]
     assert [name for name, _ in block.named_parameters()] == names
@@ -161,20 +177,17 @@ def block_trains(group: dist.ProcessGroup, dim: int) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3) for m in (dense, block)]
     for _ in range(3):
         x = torch.randn(B, S, K, dtype=torch.float64)
-        y = dense(x)
-        y.square().sum().backward()
-        y_shard = block(part(x, group, dim))
-        same(y_shard, part(y, group, dim))
-        y_shard.square().sum().backward()
-        # The norm is outside of the styles: each rank has a partial gradient.
-        dist.all_reduce(block.norm.weight.grad, group=group)
-        for name, parameter in block.named_parameters():
-            grad = parameter.grad
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            same(whole, dense.get_parameter(name).grad)
+        inputs = leaf(x), leaf(own(x, group, dim))
+        y, y_own = (m(each) for m, each in zip((dense, block), inputs, strict=True))
+        same(y_own, own(y, group, dim))
+        for output in (y, y_own):
+            output.square().sum().backward()
+        same(whole(inputs[1].grad), own(whole(inputs[0].grad), group, dim))
+        if dim is not None:  # the norm is outside of the styles: each rank has a partial gradient
+            dist.all_reduce(block.norm.weight.grad, group=group)
+        same_grads(block, dense)
         norms = [nn.utils.clip_grad_norm_([m.w1.weight, m.w2.weight], 1.0) for m in (dense, block)]
-        norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-        same(norms[1], norms[0])
+        same(whole(norms[1]), norms[0])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -182,8 +195,8 @@ def block_trains(group: dist.ProcessGroup, dim: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_block_trains_as_the_dense_one(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, block_trains, 1)
-    ranks.run(world_size, block_trains, -2)
+    for dim in (1, -2, None):
+        ranks.run(world_size, block_trains, dim)
 
 
 def placed_as_torch_does(group: dist.ProcessGroup) -> None:
@@ -210,19 +223,24 @@ def test_parameters_are_placed_as_torch_does(ranks: Ranks) -> None:
 
 
 def only_fused_ops(group: dist.ProcessGroup) -> None:
-    _, block = fused_block(group)
-    x_shard = leaf(torch.randn(B, S // group.size(), K, dtype=torch.float64))
-    with Recorder() as forward:
-        y_shard = block(x_shard)
-    with Recorder() as backward:
-        y_shard.sum().backward()
-    assert forward.communicating() == [
-        "symm_mem::fused_all_gather_matmul",
-        "symm_mem::fused_matmul_reduce_scatter",
-    ]
-    assert all(name.startswith("symm_mem::") for name in backward.communicating())
-    # The bias of w2; w2; then w1 and w3: input gradient, weight gradients.
-    assert len(backward.communicating()) == 4, backward.communicating()
+    x = torch.randn(B, S, K, dtype=torch.float64)
+    inside: dict[int | None, tuple[list[str], int]] = {
+        # In backward: the bias of w2; w2; then w1 and w3: input gradient, weight gradients.
+        1: (["fused_all_gather_matmul", "fused_matmul_reduce_scatter"], 4),
+        None: (["fused_matmul_all_reduce"], 1),
+    }
+    for dim, (names, count) in inside.items():
+        _, block = fused_block(group, dim)
+        x_own, ops = leaf(own(x, group, dim)), [f"symm_mem::{name}" for name in names]
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            if dim is None or mode is torch.enable_grad:
+                with mode(), Recorder() as forward:
+                    y = block(x_own)
+                assert forward.communicating() == ops
+        with Recorder() as backward:
+            y.sum().backward()
+        assert all(name.startswith("symm_mem::") for name in backward.communicating())
+        assert len(backward.communicating()) == count, backward.communicating()
 
 
 def test_only_fused_ops_communicate(ranks: Ranks) -> None:
@@ -247,17 +265,27 @@ def copies_and_checkpoints(group: dist.ProcessGroup) -> None:
         same(module.w2.bias.grad.full_tensor(), dense.w2.bias.grad)
 
 
-def autocasts(group: dist.ProcessGroup) -> None:
-    block = parallelize_module(Block(), mesh_of(group), fused_plan())
-    x_shard = leaf(torch.randn(B, S // group.size(), K))
-    with torch.autocast("cpu", torch.bfloat16):
-        y_shard = block(x_shard)
-        assert block.w1.shared is not None
-    assert y_shard.dtype == torch.bfloat16
-    y_shard.sum().backward()
-    assert x_shard.grad is not None
-    assert x_shard.grad.dtype == torch.float32
-    assert local(block.w1.weight.grad).dtype == torch.float32
+def autocasts_and_checkpoints(group: dist.ProcessGroup) -> None:
+    for dim in (1, None):
+        dense = Block()
+        block = parallelize_module(copy.deepcopy(dense), mesh_of(group), fused_plan(dim))
+        x = torch.randn(B, S, K)
+        x_own = leaf(own(x, group, dim))
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = dense(x)
+            out = checkpoint(block, x_own, use_reentrant=False)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, own(expected, group, dim), rtol=0.05, atol=0.05)
+        for each in (expected, out):
+            each.float().square().sum().backward()
+        assert whole(x_own.grad).dtype == torch.float32
+        if dim is not None:
+            dist.all_reduce(block.norm.weight.grad, group=group)
+        for name, parameter in block.named_parameters():
+            found, want = whole(parameter.grad), whole(dense.get_parameter(name).grad)
+            assert found.dtype == torch.float32
+            scale = want.abs().max().item()
+            torch.testing.assert_close(found, want, rtol=0.1, atol=0.05 * scale)
 
 
 def takes_dtensors(group: dist.ProcessGroup) -> None:
@@ -306,7 +334,7 @@ def loads_from_a_pickle(group: dist.ProcessGroup) -> None:
     "check",
     [
         copies_and_checkpoints,
-        autocasts,
+        autocasts_and_checkpoints,
         takes_dtensors,
         trains_with_frozen_weights,
         loads_from_a_pickle,
@@ -351,6 +379,18 @@ def refuses(group: dist.ProcessGroup) -> None:
         (TypeError, "sequence of names, not 'ab'", lambda: FusedColwiseGroup("ab")),
         (TypeError, "not str", lambda: FusedRowwiseParallel(sequence_dim="1")),  # type: ignore[arg-type]
     ]
+    for kind, argument in (
+        (FusedColwiseParallel, "input_layouts"),
+        (FusedRowwiseParallel, "output_layouts"),
+    ):
+        for error, message, options in (
+            (TypeError, r"must be Shard\(sequence_dim\) or Replicate\(\)", {argument: "replicate"}),
+            (ValueError, "is the last dimension, which holds the features", {argument: Shard(-1)}),
+            (TypeError, "use_local_output must be a bool", {"use_local_output": None}),
+        ):
+            cases.append((error, message, partial(kind, **options)))
+        for layout in (Replicate(), Shard(0)):
+            assert repr(layout) in repr(kind(**{argument: layout}))
     for error, message, call in cases:
         with pytest.raises(error, match=message):
             call()
@@ -368,20 +408,30 @@ def test_errors(ranks: Ranks) -> None:
 
 def one_rank_refuses(group: dist.ProcessGroup) -> None:
     """The peers of a rank that raises before the op do not wait for their time-out."""
-    own = dist.new_group(list(range(group.size())))
-    mesh, bad = mesh_of(own), own.rank() == 0
+    all_ranks = dist.new_group(list(range(group.size())))
+    mesh, bad, W = mesh_of(all_ranks), all_ranks.rank() == 0, all_ranks.size()
     col = parallelize_module(nn.Linear(K, N), mesh, FusedColwiseParallel())
     row = parallelize_module(nn.Linear(N, K), mesh, FusedRowwiseParallel())
+    plan = {
+        "0": FusedColwiseParallel(input_layouts=Replicate()),
+        "1": FusedRowwiseParallel(output_layouts=Replicate()),
+    }
+    both = parallelize_module(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)), mesh, plan)
     pair = nn.ModuleDict({"a": nn.Linear(K, N), "b": nn.Linear(K, N)})
     pair.forward = lambda x: pair.a(x) + pair.b(x)  # type: ignore[method-assign]
     parallelize_module(pair, mesh, FusedColwiseGroup(("a", "b")))
-    x_shard, x_part = torch.ones(2, 3, K), torch.ones(2, 3 * own.size(), N // own.size())
-    replicated = DTensor.from_local(torch.ones(2, 3 * own.size(), K), mesh, [Replicate()])
+    x, x_part = torch.ones(2, 3, K), torch.ones(2, 3 * W, N // W)
+    replicated = DTensor.from_local(torch.ones(2, 3 * W, K), mesh, [Replicate()])
+    sharded = DTensor.from_local(x, mesh, [Shard(1)])
+    as_placed = r"placed \(Shard\(dim=1\),\).*must be placed \(Replicate\(\),\)"
     wrong: list[tuple[nn.Module, torch.Tensor, torch.Tensor, str]] = [
-        (col, x_shard, x_shard[0, 0], "out of range for a 1-D input"),
-        (col, x_shard, replicated, "the input is a DTensor placed"),
-        (pair, x_shard, x_shard[..., :7], "has 7 features on this rank"),
+        (col, x, x[0, 0], "out of range for a 1-D input"),
+        (col, x, replicated, "the input is a DTensor placed"),
+        (pair, x, x[..., :7], "has 7 features on this rank"),
         (row, x_part, x_part[0], "is the last dimension of an input"),
+        (both, x, x[0, 0], "must have at least 2 dimensions"),
+        (both, x, x[..., :7], "has 7 features on this rank, must have 36"),
+        (both, x, sharded, as_placed),
     ]
     for module, good_input, bad_input, message in wrong:
         start = time.monotonic()
@@ -389,7 +439,8 @@ def one_rank_refuses(group: dist.ProcessGroup) -> None:
             module(bad_input if bad else good_input)
         assert bad or "ValueError on rank 0" in str(caught.value)
         assert time.monotonic() - start < patient(2)
-        assert col(x_shard).shape == (2, 3 * own.size(), N // own.size())  # in step again
+        assert col(x).shape == (2, 3 * W, N // W)  # in step again
+        assert both(x).shape == (2, 3, K)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, debug
 from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import exhaustive, some
-from tests.tensor_parallel.common import Recorder
+from tests.tensor_parallel.common import Recorder, whole
 from tests.tensor_parallel.models import FAMILIES, config_of, save, tokens_of
 
 
@@ -36,11 +36,6 @@ def load_in_parallel(folder: str, group: dist.ProcessGroup, **options: Any) -> n
     with mock.patch.dict(os.environ, ids), installed:
         config = DistributedConfig(tp_plan="auto")
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
-
-
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager

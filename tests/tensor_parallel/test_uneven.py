@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -18,7 +16,7 @@ from symm_cp.tensor_parallel import FusedColwiseGroup, FusedColwiseParallel, Fus
 from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.tensor_parallel.common import leaf, local, mesh_of, part, same
+from tests.tensor_parallel.common import leaf, local, mesh_of, own, same, same_grads, whole
 
 D = 4  # the dimension of a head
 LAYOUTS = {"sequence": Shard(1), "replicated": Replicate()}
@@ -61,42 +59,26 @@ def plan(queries: int, layout: str) -> dict[str, Any]:
     }
 
 
-def _grads(module: nn.Module) -> dict[str, torch.Tensor]:
-    grads = {}
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is not None, name
-        grad = parameter.grad
-        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return grads
-
-
 def trains(
     group: dist.ProcessGroup, keys: int, queries: int, hidden: int, layout: str, compiled: bool
 ) -> None:
-    dim, sequence, world_size = 6, 2 * group.size(), group.size()
-    dense = nn.Sequential(Attention(dim, keys, queries), FeedForward(dim, hidden)).double()
+    width, sequence, world_size = 6, 2 * group.size(), group.size()
+    dim = 1 if layout == "sequence" else None
+    dense = nn.Sequential(Attention(width, keys, queries), FeedForward(width, hidden)).double()
     model = parallelize_module(copy.deepcopy(dense), mesh_of(group), plan(queries, layout))
     run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (dense, model)]
     for _ in range(2):
-        x = torch.randn(2, sequence, dim, dtype=torch.float64)
-        whole, own = leaf(x), leaf(part(x, group, 1) if layout == "sequence" else x)
-        expected, actual = dense(whole), run(own)
-        assert whole.grad is None
+        x = torch.randn(2, sequence, width, dtype=torch.float64)
+        x_all, x_own = leaf(x), leaf(own(x, group, dim))
+        expected, actual = dense(x_all), run(x_own)
         expected.square().sum().backward()
         actual.square().sum().backward()
-        if layout == "sequence":
-            same(actual, part(expected, group, 1))
-            assert whole.grad is not None
-            same(own.grad, part(whole.grad, group, 1))
-        else:
-            same(actual, expected)
-            same(own.grad, whole.grad)
-        expected_grads = _grads(dense)
-        for name, grad in _grads(model).items():
-            same(grad, expected_grads[name])
+        same(actual, own(expected, group, dim))
+        same(whole(x_own.grad), own(whole(x_all.grad), group, dim))
+        same_grads(model, dense)
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (dense, model)]
-        same(norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1], norms[0])
+        same(whole(norms[1]), norms[0])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -105,7 +87,7 @@ def trains(
     # No padding anywhere: every rank stores what torch.chunk gives it.
     parts = dense[1].w1.weight.chunk(world_size)
     rows = len(parts[group.rank()]) if group.rank() < len(parts) else 0
-    assert local(model[1].w1.weight).shape == (rows, dim)
+    assert local(model[1].w1.weight).shape == (rows, width)
 
 
 CASES = [
@@ -180,34 +162,6 @@ def test_features_that_ranks_share() -> None:
     assert Features.divided(32, 1, 2, 8, 4) == Features.divided(32, 1, 2, 8)
 
 
-def saves(group: dist.ProcessGroup, folder: str) -> list[torch.Tensor]:
-    model = _checkpointed(group)
-    state = {"model": model.state_dict()}
-    dcp.save(state, checkpoint_id=folder, process_group=group)
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
-
-
-def _checkpointed(group: dist.ProcessGroup) -> nn.Module:
-    dense = nn.Sequential(Attention(6, 5, 2), FeedForward(6, 7))
-    return parallelize_module(dense, mesh_of(group), plan(2, "replicated"))
-
-
-def loads(group: dist.ProcessGroup, folder: str, expected: list[torch.Tensor]) -> None:
-    model = _checkpointed(group)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder, process_group=group)
-    model.load_state_dict(state["model"])
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.full_tensor(), value)
-
-
-def test_checkpoints_load_at_another_world_size(ranks: Ranks) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        expected = ranks.run(3, saves, folder)[0]
-        ranks.run(2, loads, folder, expected)
-        ranks.run(1, loads, folder, expected)
-
-
 def refuses(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     heads = nn.ModuleDict({"wq": nn.Linear(8, 10 * D), "wk": nn.Linear(8, 5 * D)})
@@ -253,19 +207,3 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_errors(ranks: Ranks) -> None:
     ranks.run(3, refuses)
-
-
-def one_rank_refuses(group: dist.ProcessGroup) -> None:
-    own = dist.new_group(list(range(group.size())))
-    mesh, bad = mesh_of(own), own.rank() == 1
-    row = FusedRowwiseParallel(output_layouts=Replicate(), multiple_of=D)
-    linear = parallelize_module(nn.Linear(5 * D, 6), mesh, row)
-    good = torch.ones(2, 3, [8, 8, 4][own.rank()])
-    linear(good)
-    with pytest.raises(ValueError if bad else RuntimeError, match="has 7 features on this rank"):
-        linear(torch.ones(2, 3, 7) if bad else good)
-    assert linear(good).shape == (2, 3, 6)
-
-
-def test_errors_on_one_rank_reach_the_others(ranks: Ranks) -> None:
-    ranks.run(3, one_rank_refuses)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from symm_cp.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel
 from symm_cp.testing import Ranks
 from tests.exhaustive import pairs, some
-from tests.tensor_parallel.common import Recorder, local, mesh_of, part, same
+from tests.tensor_parallel.common import Recorder, local, mesh_of, part, same, same_grads
 
 DIM = 6
 LAYOUTS = {"sequence": Shard(1), "replicated": Replicate()}
@@ -45,14 +45,6 @@ def plan(layout: str, output: Any, *, local_output: bool = True) -> dict[str, An
             input_layouts=kept, output_layouts=output, use_local_output=local_output
         ),
     }
-
-
-def _check_grads(model: nn.Module, dense: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, name
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        same(whole, dense.get_parameter(name).grad)
 
 
 def trains(
@@ -84,7 +76,7 @@ def trains(
             (logits * factor[..., own]).sum().backward()
         if layout == "sequence":
             dist.all_reduce(model.norm.weight.grad, group=group)
-        _check_grads(model, dense)
+        same_grads(model, dense)
 
 
 PLAIN = [
@@ -126,7 +118,7 @@ def computes_the_loss(group: dist.ProcessGroup, layout: str) -> None:
     same(loss.full_tensor(), expected)
     if layout == "sequence":
         dist.all_reduce(model.norm.weight.grad, group=group)
-    _check_grads(model, dense)
+    same_grads(model, dense)
 
 
 @pytest.mark.parametrize("layout", some("replicated", of=LAYOUTS))
@@ -218,7 +210,7 @@ def inference_then_training(group: dist.ProcessGroup) -> None:
         same(model(tokens), dense(tokens))
     dense(tokens).square().sum().backward()
     model(DTensor.from_local(tokens, mesh_of(group), [Replicate()])).square().sum().backward()
-    _check_grads(model, dense)
+    same_grads(model, dense)
     expected = part(dense.embed.weight, group, 0)
     assert local(model.embed.weight).shape[1] == expected.shape[1]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.context_parallel import (
@@ -21,13 +20,14 @@ from symm_cp.context_parallel import (
     LoadBalancer,
     ProcessingTimeRoundRobin,
     Sequential,
-    all_gather_attention,
     context_parallel_shard,
+    varlen,
 )
 from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.region import ParallelRegion, region_over
 from symm_cp.group.memory import GroupLike
+from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, group_by
 
 __all__ = [
@@ -223,15 +223,10 @@ def attending(
 
 
 class _Varlen:
-    """The forward pass of attention within packed documents."""
+    """The forward pass of attention within packed documents, samples one after the other."""
 
     def __init__(self, region: ParallelRegion, left: int, right: int) -> None:
-        self._region = region
-        self._window: dict[str, Any] = {
-            "window_left": None if left < 0 else left,
-            "window_right": None if right <= 0 else right,
-            "is_causal": right == 0,
-        }
+        self._region, self._window = region, (left, right)
 
     def __call__(
         self,
@@ -244,42 +239,14 @@ class _Varlen:
         enable_gqa: bool = False,
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        packed = q.dim() == 3
-        q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (q, k, v))
-        balancer = self._region.layout(q.shape[2])
-        documents: dict[str, Any] = _documents(attention_masks, q.shape[0], balancer.seq_length)
-        out, lse = all_gather_attention(
-            q,
-            k,
-            v,
-            group=_resolve_process_group(self._region.group),  # type: ignore[arg-type]
-            scale=scale,
-            enable_gqa=enable_gqa,
-            load_balancer=balancer,
-            method=self._region.method,
-            return_lse=True,
-            **self._window,
-            **documents,
+        *samples, held = q.shape[:-2]  # (batch, sequence) or (tokens,)
+        out, lse = varlen.attend(
+            self._region,
+            (q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)),
+            (attention_masks.cu_seq_q, attention_masks.cu_seq_k),
+            self._window,
+            scale,
+            layouts=encoded((self._region.layout(held).of_all_samples,)),
         )
-        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-        out, lse = (out[0], lse[0]) if packed else (out, lse)
+        out, lse = out.view(*samples, held, *out.shape[1:]), lse.mT.reshape(*samples, held, -1)
         return out if out_transform is None else out_transform(out, lse)
-
-
-def _documents(metadata: Any, samples: int, length: int) -> dict[str, torch.Tensor]:
-    """Converts the documents of concatenated samples to arguments of the attention op."""
-    offsets = metadata.cu_seq_q
-    if offsets is not metadata.cu_seq_k and not torch.equal(offsets, metadata.cu_seq_k):
-        raise NotImplementedError(f"{_OP}: documents of queries and keys must be equal")
-    if samples == 1:
-        return {"cu_seqlens": offsets}
-    total = int(offsets[-1])
-    begins = torch.arange(samples, device=offsets.device) * length
-    if total != samples * length or not bool(torch.isin(begins, offsets).all()):
-        raise ValueError(
-            f"{_OP}: cu_seq_q ends at {total}, must cover {samples} samples of {length} positions "
-            "(the whole sequence), and each sample must begin a document"
-        )
-    rows = torch.arange(total, device=offsets.device)
-    ids = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
-    return {"document_ids": ids.view(samples, length)}

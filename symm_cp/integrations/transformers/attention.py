@@ -79,10 +79,12 @@ def attention_function(
     Shapes are transformers': query (B, H, S, E), key and value (B, G, S, E); returns (B, S, H, E)
     and no weights. Checkpoints recompute in the region of their mask.
     """
+    tensors = query, key, value
+    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if (part := spread.part_of(module, key)) is not None:
-        options = {"dropout": dropout, "scaling": scaling}
-        tensors = (query, key, value)
-        return spread.attend(part, module, tensors, attention_mask, options, is_causal, kwargs)
+        call = (part, module, tensors, attention_mask, options, is_causal, kwargs)
+        out = reporting_to_peers(part.group, spread.attend, *call)
+        return out.transpose(1, 2).contiguous(), None
     mode = current_mode()
     region = mode.region if mode is not None else getattr(attention_mask, "region", None)
     if mode is not None:
@@ -91,24 +93,15 @@ def attention_function(
     if (bias := kwargs.get("position_bias")) is not None and bias.numel() == 0:
         del kwargs["position_bias"]
     if region is None or (of_one and not isinstance(attention_mask, SequenceMask)):
-        return outside.attend(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        options["is_causal"] = is_causal
+        return outside.attend(module, query, key, value, attention_mask, **options, **kwargs)
     out = reporting_to_peers(
         region.peers,
         handled,
         _attend,
         region,
         module,
-        (query, key, value),
+        tensors,
         attention_mask,
         {"dropout_p": dropout, "scale": scaling},
         is_causal,

@@ -10,7 +10,7 @@ from torch import nn
 
 from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.inspectors import BatchRules, Verdict, known_of
+from symm_cp.context_parallel.inspectors import BatchRules, Limit, known_of
 from symm_cp.integrations.transformers.batches import ModelBatchRules
 from symm_cp.integrations.transformers.calls import check_call
 from symm_cp.integrations.transformers.limits import (
@@ -24,8 +24,14 @@ from symm_cp.integrations.transformers.models import attending
 class _Inspector(inspectors.Inspector):
     attributes = frozenset(("active_adapter",))  # of PEFT
 
-    def judge(self, module: nn.Module) -> Verdict:
-        return Verdict(tuple(limits_of(module)), uses_transformers(module), is_model(module))
+    def limits(self, module: nn.Module) -> tuple[Limit, ...]:
+        return (*super().limits(module), *limits_of(module))
+
+    def is_of_library(self, module: nn.Module) -> bool:
+        return uses_transformers(module)
+
+    def checks_calls(self, module: nn.Module) -> bool:
+        return is_model(module)
 
     def check_call(self, watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
         check_call(watch, module, args, kwargs)
@@ -41,4 +47,4 @@ class _Inspector(inspectors.Inspector):
         return ModelBatchRules(op, model)
 
 
-inspectors.add(_Inspector())
+inspectors.use(_Inspector())

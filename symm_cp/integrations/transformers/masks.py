@@ -14,8 +14,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,15 +45,12 @@ def _is_model(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-@contextmanager
-def positions_noted(select: Select) -> Iterator[None]:
-    """Notes the positions that models get, for their masks, in the `with` block."""
-    with ExitStack() as stack:
-        for model in select(_is_model):
-            hook = model.register_forward_pre_hook(_noting(model.__class__), with_kwargs=True)
-            stack.callback(hook.remove)
-        yield
-    _running.positions = None
+def note_positions(stack: ExitStack, select: Select) -> None:
+    """Notes the positions that models get, for their masks, until the end of `stack`."""
+    for model in select(_is_model):
+        hook = model.register_forward_pre_hook(_noting(model.__class__), with_kwargs=True)
+        stack.callback(hook.remove)
+    stack.callback(setattr, _running, "positions", None)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig
 
 from symm_cp.context_parallel.inspectors import Known
 from symm_cp.integrations.transformers.attention import NAME
-from symm_cp.integrations.transformers.in_use import InUse
+from symm_cp.integrations.transformers.in_use import hold
 from symm_cp.integrations.transformers.limits import PASSED
-from symm_cp.integrations.transformers.masks import positions_noted
-from symm_cp.integrations.transformers.positions import by_longest_position
-from symm_cp.integrations.transformers.recurrent import by_sequence_before
-from symm_cp.integrations.transformers.tables import by_position_in_sequence
+from symm_cp.integrations.transformers.masks import note_positions
+from symm_cp.integrations.transformers.positions import use_longest_position
+from symm_cp.integrations.transformers.recurrent import use_sequence_before
+from symm_cp.integrations.transformers.tables import use_positions
 from symm_cp.integrations.transformers.towers import makes_own_sequence
 
 _OP = "context_parallel"
@@ -40,9 +40,6 @@ def _has_config(module: nn.Module) -> bool:
     return isinstance(getattr(module, "config", None), PreTrainedConfig)
 
 
-_configs, _passed = InUse(), InUse()
-
-
 @contextmanager
 def attending(known: Sequence[Known]) -> Iterator[list[nn.Module]]:
     """Makes models attend with symm_cp; yields the modules that must run in the `with` block.
@@ -62,19 +59,11 @@ def attending(known: Sequence[Known]) -> Iterator[list[nn.Module]]:
         raise ValueError(f"{_OP}: model={names} has no model of transformers in it")
     # Modules that make sequences from images or sounds may run outside; running them within raises.
     elsewhere = {id(inner) for part in select(makes_own_sequence) for inner in part.modules()}
-    for config in configs:
-        _configs.acquire(config, _CHOSEN, NAME)
-        _passed.acquire(config, PASSED, True)
-    try:
-        with (
-            positions_noted(select),
-            by_longest_position(select),
-            by_position_in_sequence(select),
-            by_sequence_before(select),
-        ):
-            parts = {id(part): part for each in known for part in each.parts()}
-            yield [part for key, part in parts.items() if key not in elsewhere]
-    finally:
+    with ExitStack() as stack:
         for config in configs:
-            _configs.release(config, _CHOSEN)
-            _passed.release(config, PASSED)
+            hold(stack, config, _CHOSEN, NAME)
+            hold(stack, config, PASSED, True)
+        for prepare in (note_positions, use_longest_position, use_positions, use_sequence_before):
+            prepare(stack, select)
+        parts = {id(part): part for each in known for part in each.parts()}
+        yield [part for key, part in parts.items() if key not in elsewhere]

@@ -7,8 +7,7 @@ index in the tensor, and ignores `position_ids`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,19 +33,16 @@ def _depends_on_length(module: nn.Module) -> bool:
     return any(isinstance(t, str) and ("dynamic" in t or t == "longrope") for t in types)
 
 
-@contextmanager
-def by_longest_position(select: Select) -> Iterator[None]:
-    """Makes rotary embeddings use all ranks' longest position within a region, in the `with` block.
+def use_longest_position(stack: ExitStack, select: Select) -> None:
+    """Has rotary embeddings use all ranks' longest position in a region, until the end of `stack`.
 
     Hooks append that position to `position_ids` as a column, and remove its column from results.
     """
-    with ExitStack() as stack:
-        for module in select(_depends_on_length):
-            before = module.register_forward_pre_hook(_before, with_kwargs=True)
-            stack.callback(before.remove)
-            after = module.register_forward_hook(_after, with_kwargs=True)
-            stack.callback(after.remove)
-        yield
+    for module in select(_depends_on_length):
+        before = module.register_forward_pre_hook(_before, with_kwargs=True)
+        stack.callback(before.remove)
+        after = module.register_forward_hook(_after, with_kwargs=True)
+        stack.callback(after.remove)
 
 
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -13,8 +13,8 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion, without_padding
-from symm_cp.integrations.transformers.in_use import InUse
+from symm_cp.integrations.transformers.in_use import hold
 from symm_cp.ops.recurrent.convolution import causal_convolution
 from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
 from symm_cp.ops.recurrent.linear_attention import gated_linear_attention
@@ -41,18 +41,12 @@ _RECURRENCES = {*_DELTA_RULES, _SCAN}
 # One kernel for convolution, scan, norm and projection of Mamba 2, which models try in training.
 _ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
-_forwards = InUse()
 
-
-@contextmanager
-def by_sequence_before(select: Select) -> Iterator[None]:
-    """Makes recurrent layers continue across ranks within a region, in the `with` block."""
-    with ExitStack() as stack:
-        for module in select(is_recurrent):
-            function = inspect.unwrap(type(module).forward)
-            _forwards.acquire(module, "forward", types.MethodType(_spread(function), module))
-            stack.callback(_forwards.release, module, "forward")
-        yield
+def use_sequence_before(stack: ExitStack, select: Select) -> None:
+    """Has recurrent layers continue across ranks within a region, until the end of `stack`."""
+    for module in select(is_recurrent):
+        function = inspect.unwrap(type(module).forward)
+        hold(stack, module, "forward", types.MethodType(_spread(function), module))
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -69,12 +63,10 @@ def _spread(function: Any) -> types.FunctionType:
     known = function.__globals__
     # Leaves out `__name__`: Dynamo would look the functions up in the module of that name.
     scope = {name: value for name, value in known.items() if name != "__name__"}
-    scope[_CONVOLUTION] = _Convolution(known[_CONVOLUTION])
-    for name in _DELTA_RULES & scope.keys():
-        scope[name] = _DeltaRule(known[name])
-    if _SCAN in scope:
-        scope[_SCAN] = _Scan(known[_SCAN])
-        scope[_ALL_IN_ONE] = _AllInOne(known[_ALL_IN_ONE])
+    replacements: dict[str, Callable[..., Any]] = dict.fromkeys(_DELTA_RULES, _delta_rule)
+    replacements |= {_CONVOLUTION: _convolve, _SCAN: _scan, _ALL_IN_ONE: _all_in_one}
+    for name in replacements.keys() & scope.keys():
+        scope[name] = partial(replacements[name], known[name])
     copy = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
@@ -155,131 +147,109 @@ def _check_state(state: torch.Tensor | None) -> None:
         )
 
 
-class _Convolution:
+def _convolve(
+    alone: Any,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
     """transformers' `causal_conv1d_fn`; within a region it sees positions before each fragment."""
+    spread = _spread_call(hidden_states.shape[-1], kwargs)
+    if spread is None:
+        result: torch.Tensor = alone(hidden_states, weight, bias, activation=activation, **kwargs)
+        return result
+    arguments = spread.arguments(len(hidden_states), kwargs)
 
-    def __init__(self, alone: Any) -> None:
-        self._alone = alone
+    def convolve(states: torch.Tensor) -> torch.Tensor:
+        return causal_convolution(states, weight, bias, group=spread.region.group, **arguments)
 
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        spread = _spread_call(hidden_states.shape[-1], kwargs)
-        if spread is None:
-            result: torch.Tensor = self._alone(
-                hidden_states, weight, bias, activation=activation, **kwargs
-            )
-            return result
-        arguments = spread.arguments(len(hidden_states), kwargs)
-
-        def convolve(states: torch.Tensor) -> torch.Tensor:
-            return causal_convolution(states, weight, bias, group=spread.region.group, **arguments)
-
-        out = without_padding(spread.region, convolve, 2, hidden_states.to(weight.dtype))
-        if activation is not None:
-            out = ACT2FN[activation](out)
-        return out.to(hidden_states.dtype)
+    out = without_padding(spread.region, convolve, 2, hidden_states.to(weight.dtype))
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
 
 
-class _DeltaRule:
+def _delta_rule(
+    alone: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A gated delta rule of transformers; within a region it continues across ranks.
 
     Computes in float32, as transformers does, or float64.
     """
-
-    def __init__(self, alone: Any) -> None:
-        self._alone = alone
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        spread = _spread_call(value.shape[1], kwargs)
-        if spread is None:
-            result: tuple[torch.Tensor, torch.Tensor | None] = self._alone(
-                query, key, value, g, beta, **kwargs
-            )
-            return result
-        _check_state(kwargs.get("initial_state"))
-        rule = partial(
-            gated_delta_rule,
-            group=spread.region.group,
-            chunk_size=kwargs.get("chunk_size", 64),
-            normalise=kwargs.get("use_qk_l2norm_in_kernel", False),
-            **spread.arguments(len(value), kwargs),
+    spread = _spread_call(value.shape[1], kwargs)
+    if spread is None:
+        result: tuple[torch.Tensor, torch.Tensor | None] = alone(
+            query, key, value, g, beta, **kwargs
         )
-        out, final = spread.call(rule, query, key, value, g, beta)
-        return out, final if kwargs.get("output_final_state") else None
+        return result
+    _check_state(kwargs.get("initial_state"))
+    rule = partial(
+        gated_delta_rule,
+        group=spread.region.group,
+        chunk_size=kwargs.get("chunk_size", 64),
+        normalise=kwargs.get("use_qk_l2norm_in_kernel", False),
+        **spread.arguments(len(value), kwargs),
+    )
+    out, final = spread.call(rule, query, key, value, g, beta)
+    return out, final if kwargs.get("output_final_state") else None
 
 
-class _Scan:
+def _scan(
+    alone: Any,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    **kwargs: Any,
+) -> Any:
     """The scan of Mamba 2 in transformers; within a region it continues across ranks.
 
     Shapes: hidden_states (B, S, H, P), dt (B, S, H), A and D (H,), B and C (B, S, groups, N),
     states (B, H, P, N). Computes in float32, as transformers does, or float64.
     """
-
-    def __init__(self, alone: Any) -> None:
-        self._alone = alone
-
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        chunk_size: int,
-        **kwargs: Any,
-    ) -> Any:
-        spread = _spread_call(hidden_states.shape[1], kwargs)
-        if spread is None:
-            return self._alone(hidden_states, dt, A, B, C, chunk_size, **kwargs)
-        _check_state(kwargs.get("initial_states"))
-        if kwargs.get("z") is not None:
-            raise NotImplementedError(f"{_OP}: {_SCAN} was called with z, which is not supported")
-        if (bias := kwargs.get("dt_bias")) is not None:
-            dt = dt + bias.to(dt.dtype)
-        if kwargs.get("dt_softplus"):
-            dt = F.softplus(dt)
-        dt = dt.clamp(*kwargs.get("dt_limit", (0.0, math.inf)))
-        values = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        dt = dt.to(values.dtype)
-        scan = partial(
-            gated_linear_attention,
-            group=spread.region.group,
-            scale=1.0,
-            chunk_size=chunk_size,
-            **spread.arguments(len(values), kwargs),
-        )
-        decay = A.to(values.dtype) * dt
-        out, final = spread.call(scan, C.to(values.dtype), B, values * dt[..., None], decay)
-        if (skipped := kwargs.get("D")) is not None:
-            out = out + skipped[:, None] * values
-        out = out.contiguous()  # Falcon H1 calls view on it
-        return (out, final.mT) if kwargs.get("return_final_states") else out
+    spread = _spread_call(hidden_states.shape[1], kwargs)
+    if spread is None:
+        return alone(hidden_states, dt, A, B, C, chunk_size, **kwargs)
+    _check_state(kwargs.get("initial_states"))
+    if kwargs.get("z") is not None:
+        raise NotImplementedError(f"{_OP}: {_SCAN} was called with z, which is not supported")
+    if (bias := kwargs.get("dt_bias")) is not None:
+        dt = dt + bias.to(dt.dtype)
+    if kwargs.get("dt_softplus"):
+        dt = F.softplus(dt)
+    dt = dt.clamp(*kwargs.get("dt_limit", (0.0, math.inf)))
+    values = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    dt = dt.to(values.dtype)
+    scan = partial(
+        gated_linear_attention,
+        group=spread.region.group,
+        scale=1.0,
+        chunk_size=chunk_size,
+        **spread.arguments(len(values), kwargs),
+    )
+    decay = A.to(values.dtype) * dt
+    out, final = spread.call(scan, C.to(values.dtype), B, values * dt[..., None], decay)
+    if (skipped := kwargs.get("D")) is not None:
+        out = out + skipped[:, None] * values
+    out = out.contiguous()  # Falcon H1 calls view on it
+    return (out, final.mT) if kwargs.get("return_final_states") else out
 
 
-class _AllInOne:
+def _all_in_one(alone: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel of a whole layer of Mamba 2, which sees only this rank: returns None in a region.
 
     Models then call the convolution and the scan.
     """
-
-    def __init__(self, alone: Any) -> None:
-        self._alone = alone
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _spread_call(args[0].shape[1], kwargs) is None:
-            return self._alone(*args, **kwargs)
-        return None
+    if _spread_call(args[0].shape[1], kwargs) is None:
+        return alone(*args, **kwargs)
+    return None

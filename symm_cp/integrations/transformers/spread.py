@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.spread_keys import SpreadKeys
 from symm_cp.ops.attention.spread_cache import spread_cache_attention
 
@@ -85,24 +84,9 @@ def attend(
     options: dict[str, Any],
     is_causal: bool | None,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """Attends to the keys of all ranks; arguments and results are transformers'."""
-    part.turn.layer = None
-    out = reporting_to_peers(
-        part.group, _attend, part, module, tensors, mask, options, is_causal, kwargs
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _attend(
-    part: Part,
-    module: nn.Module,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: Any,
-    options: dict[str, Any],
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
 ) -> torch.Tensor:
+    """Attends to the keys of all ranks; arguments are transformers'. Returns (B, H, S, E)."""
+    part.turn.layer = None
     name = type(module).__name__
     if current_region() is not None:
         raise NotImplementedError(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,30 +19,23 @@ from symm_cp.context_parallel.flex_hook import current_region, spread_region
 from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.integrations.transformers.in_use import InUse
+from symm_cp.integrations.transformers.in_use import hold
 
 _OP = "context_parallel"
 _COMPUTE, _HAS_TABLE = "compute_bias", "has_relative_attention_bias"
 _TABLE, _BUCKETS = "relative_attention_bias", "_relative_position_bucket"
 
-_computed, _has_table = InUse(), InUse()
 
-
-@contextmanager
-def by_position_in_sequence(select: Select) -> Iterator[None]:
-    """Makes tables use the whole sequence's positions within a region, in the `with` block."""
-    with ExitStack() as stack:
-        for module in select(_has_relative_bias):
-            _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
-            stack.callback(_computed.release, module, _COMPUTE)
-            # False makes transformers allocate zeros for each pair of positions.
-            _has_table.acquire(module, _HAS_TABLE, True)
-            stack.callback(_has_table.release, module, _HAS_TABLE)
-        for module in select(_counted_tables):
-            for table in _counted_tables(module):
-                hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
-                stack.callback(hook.remove)
-        yield
+def use_positions(stack: ExitStack, select: Select) -> None:
+    """Has tables use the whole sequence's positions within a region, until the end of `stack`."""
+    for module in select(_has_relative_bias):
+        hold(stack, module, _COMPUTE, types.MethodType(_compute_bias, module))
+        # False makes transformers allocate zeros for each pair of positions.
+        hold(stack, module, _HAS_TABLE, True)
+    for module in select(_counted_tables):
+        for table in _counted_tables(module):
+            hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
+            stack.callback(hook.remove)
 
 
 # --- relative biases ---------------------------------------------------------------------------

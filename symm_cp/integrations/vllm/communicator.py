@@ -68,13 +68,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         With a list it gathers all tensors, whose parts must have the same lengths.
         """
         inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
-        lengths = parts.lengths_to_gather("all_gatherv", inputs, dim, sizes, self.device_group)
-        outputs = []
-        for x in inputs:  # all are checked: a rank that refuses one makes none of these calls
-            shape = list(x.shape)
-            shape[dim] = sum(lengths)
-            outputs.append(x.new_empty(shape))
-            dist.all_gather(list(outputs[-1].split(lengths, dim)), x, group=self.device_group)
+        outputs = parts.gather("all_gatherv", inputs, dim, sizes, self.device_group)
         return outputs[0] if isinstance(input_, torch.Tensor) else outputs
 
     def reduce_scatterv(
@@ -84,7 +78,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
 
         By default all parts are equal, and the world size must divide the dimension.
         """
-        return self._reduce_scatter("reduce_scatterv", input_, None, dim, sizes)
+        return parts.reduce_scatter("reduce_scatterv", input_, dim, sizes, self.device_group)
 
     def reduce_scatterv_into_output(
         self,
@@ -94,70 +88,27 @@ class SymmCommunicator(DeviceCommunicatorBase):
         sizes: list[int] | None = None,
     ) -> torch.Tensor:
         """Writes the result of `reduce_scatterv` to `output`, and returns it."""
-        return self._reduce_scatter("reduce_scatterv_into_output", input_, output, dim, sizes)
-
-    def _reduce_scatter(
-        self,
-        op: str,
-        input_: torch.Tensor,
-        output: torch.Tensor | None,
-        dim: int,
-        sizes: list[int] | None,
-    ) -> torch.Tensor:
-        lengths = parts.lengths_to_scatter(op, input_, dim, sizes, self.device_group, output)
-        if output is None:
-            shape = list(input_.shape)
-            shape[dim] = lengths[self.rank_in_group]
-            output = input_.new_empty(shape)
-        dist.reduce_scatter(output, list(input_.split(lengths, dim)), group=self.device_group)
-        return output
+        op = "reduce_scatterv_into_output"
+        return parts.reduce_scatter(op, input_, dim, sizes, self.device_group, output)
 
     # vLLM's manager sends to the experts' ranks and back, with the gathers above. Without a manager
     # the base class returns its input.
 
-    def dispatch_router_logits(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: list[torch.Tensor] | None = None,
-    ) -> Any:
+    def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
         """Gathers the tokens of all ranks, and the router's logits."""
-        return self._experts.dispatch_router_logits(
-            hidden_states, router_logits, is_sequence_parallel, extra_tensors
-        )
+        return self._experts.dispatch_router_logits(*args, **kwargs)
 
-    def dispatch(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: list[torch.Tensor] | None = None,
-    ) -> Any:
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Gathers the tokens of all ranks, and the experts that they chose."""
-        return self._experts.dispatch(
-            hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
-        )
+        return self._experts.dispatch(*args, **kwargs)
 
-    def combine(
-        self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False
-    ) -> torch.Tensor:
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the sums of the experts' results for this rank's tokens."""
-        combined: torch.Tensor = self._experts.combine(hidden_states, is_sequence_parallel)
-        return combined
+        return self._experts.combine(*args, **kwargs)
 
-    def combine_into_output(
-        self,
-        hidden_states: torch.Tensor,
-        output: torch.Tensor,
-        is_sequence_parallel: bool = False,
-    ) -> torch.Tensor:
+    def combine_into_output(self, *args: Any, **kwargs: Any) -> Any:
         """Writes the result of `combine` to `output`, and returns it."""
-        combined: torch.Tensor = self._experts.combine_into_output(
-            hidden_states, output, is_sequence_parallel
-        )
-        return combined
+        return self._experts.combine_into_output(*args, **kwargs)
 
     @property
     def _experts(self) -> Any:

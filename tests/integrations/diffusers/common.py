@@ -7,7 +7,8 @@ gradients of every parameter and input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,16 +158,10 @@ _FLUX = {
     "guidance_embeds": True,
     "axes_dims_rope": (2, 2, 4),
 }
-_FLUX2 = {
-    "in_channels": 4,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 8,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 24,
-    "timestep_guidance_channels": 16,
-    "axes_dims_rope": (2, 2, 2, 2),
-}
+_COMMON = ("in_channels", "num_layers", "num_single_layers", "attention_head_dim")
+_COMMON += ("num_attention_heads", "joint_attention_dim")
+_FLUX2 = {name: value for name, value in _FLUX.items() if name in _COMMON}
+_FLUX2 |= {"timestep_guidance_channels": 16, "axes_dims_rope": (2, 2, 2, 2)}
 _MINIMAX = {
     "num_attention_heads": 4,
     "attention_head_dim": 12,
@@ -212,20 +207,12 @@ _LTX = {
     "caption_channels": 24,
 }
 
-_HELIOS = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 24,
-    "freq_dim": 16,
-    "ffn_dim": 16,
-    "num_layers": 40,  # as many as its plan names
-    "rope_dim": (4, 4, 4),
-    "guidance_cross_attn": False,
-    "zero_history_timestep": False,
-    "has_multi_term_memory_patch": False,
-}
+_HELIOS = {name: value for name, value in _WAN.items() if name != "rope_max_seq_len"}
+_HELIOS |= {"ffn_dim": 16, "rope_dim": (4, 4, 4)}
+_HELIOS |= {"num_layers": 40}  # as many as its plan names
+_HELIOS |= dict.fromkeys(
+    ("guidance_cross_attn", "zero_history_timestep", "has_multi_term_memory_patch"), False
+)
 
 CLIENTS = {
     "helios": Client("HeliosTransformer3DModel", _HELIOS, wan_inputs),
@@ -320,22 +307,28 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
         assert_near(f"gradient of {name}", got, want, tolerance, floor)
 
 
+@contextmanager
+def enabled() -> Iterator[None]:
+    symm_cp.integrations.diffusers.enable()
+    try:
+        yield
+    finally:
+        symm_cp.integrations.diffusers.disable()
+
+
 def check_inference(
     client: Client, degrees: Mapping[str, Any], *, lengths: tuple[int, int]
 ) -> None:
     """Compares only the output of a client, and expects that its gradients are refused."""
     torch.manual_seed(5)
     inputs = client.inputs(*lengths)
-    symm_cp.integrations.diffusers.enable()
-    try:
+    with enabled():
         with torch.no_grad():
             expected = output_of(client.make(), inputs)
             model = parallel(client, diffusers.ContextParallelConfig(**degrees))
             assert_near("output", output_of(model, inputs), expected, client.tolerance)
         with pytest.raises(NotImplementedError, match="gradients would be wrong"):
             output_of(model, inputs)
-    finally:
-        symm_cp.integrations.diffusers.disable()
 
 
 def check_client(
@@ -350,12 +343,9 @@ def check_client(
     torch.manual_seed(5)
     inputs = client.inputs(*lengths)
     expected = run_model(client.make(), inputs)
-    symm_cp.integrations.diffusers.enable()
-    try:
+    with enabled():
         config = diffusers.ContextParallelConfig(mesh=mesh, **degrees)
         model = parallel(client, config)
         prepare(model)
         actual = over_ranks(run_model(model, inputs), config._flattened_mesh.get_group())
-    finally:
-        symm_cp.integrations.diffusers.disable()
     assert_same(actual, expected, client.tolerance)

@@ -112,10 +112,10 @@ def passes_tokens_on(group: dist.ProcessGroup) -> None:
         def dispatch(self, hidden, weights, ids, is_sequence_parallel, extra_tensors):
             return ours.all_gatherv([hidden, weights, ids, *extra_tensors], 0, self.sizes)
 
-        def combine(self, hidden, is_sequence_parallel):
+        def combine(self, hidden, is_sequence_parallel=False):
             return ours.reduce_scatterv(hidden, 0, self.sizes)
 
-        def combine_into_output(self, hidden, output, is_sequence_parallel):
+        def combine_into_output(self, hidden, output, is_sequence_parallel=False):
             return ours.reduce_scatterv_into_output(hidden, output, 0, self.sizes)
 
     ours.all2all_manager = Manager()

@@ -214,28 +214,6 @@ def test_ratios_below_the_limit_are_explained() -> None:
     assert "Values below 1: " in readme_figures.head()  # of the results that are there
 
 
-def test_one_process_with_all_threads_is_in_readme_once_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    row = {"ms": {readme_figures.ONE_PROCESS: 30.0, "apply": 25.0, "head-tail": 60.0}}
-    monkeypatch.setattr(readme_figures, "measured", lambda file: file != "llama_training")
-    monkeypatch.setattr(
-        readme_figures,
-        "load",
-        lambda file: (
-            {"machine": f"M {file}"},
-            {case: row for _, _, case, _ in readme_figures.RANKS},
-        ),
-    )
-    assert readme_figures.against_one_process().startswith(
-        "Time by that of one process with both cores (above 1: slower): decoding 0.83 on an M "
-        "llama_inference; training with context parallelism on 4,096 tokens 2.00 on an M "
-        "context_parallel."
-    )
-    row["ms"].pop(readme_figures.ONE_PROCESS)
-    assert readme_figures.against_one_process() == ""
-
-
 def test_readme_says_what_a_fresh_debian_needs() -> None:
     with pytest.raises(native.BuildError, match=r"apt install python3-dev") as raised:
         native.check_headers(Path("/nonexistent"))

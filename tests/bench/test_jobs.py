@@ -14,7 +14,6 @@ import torch.distributed as dist
 from symm_cp import tuning
 from symm_cp.commands.bench import jobs, shapes
 from symm_cp.commands.bench.jobs import BACKWARD, BOTH, Setting
-from symm_cp.commands.bench.models import MODELS
 from symm_cp.commands.harness.measure import FUSED, LIMIT, unfused_over
 from symm_cp.parsing import size_text
 from symm_cp.testing import Ranks
@@ -90,8 +89,8 @@ def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -
                     calls.append(group.group_name)
 
                 with (
-                    mock.patch.object(jobs, "_gather_into", note),
-                    mock.patch.object(jobs, "_scatter_into", note),
+                    mock.patch.object(jobs, "gather_into", note),
+                    mock.patch.object(jobs, "scatter_into", note),
                     mock.patch.object(dist, "all_reduce", note),
                 ):
                     case.variants[unfused_over(name)]()
@@ -140,14 +139,15 @@ def test_a_wrong_sum_is_noticed(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(shapes.MODELS))
 def test_matmuls_of_a_model_use_all_its_weights(name: str, world_size: int) -> None:
     """Over all ranks, each token is multiplied with all weights of a layer."""
-    model = MODELS[name]
+    model = shapes.MODELS[name]
+    features = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.feed_forward
     sizes = [job.keywords for job in shapes.wanted("matmul", name, world_size, 512)]
     products = sum(size["rows"] * size["inner"] * size["columns"] for size in sizes)
     # A rank has a part of the features, and of the rows before they are gathered.
-    assert products * world_size**2 == 512 * model.layer_parameters
+    assert products * world_size**2 == 512 * model.hidden * features
 
 
 def test_sizes_in_bytes() -> None:

@@ -29,7 +29,7 @@ ATTENTION = "fused_all_gather_attention"
 
 
 @dataclass(frozen=True)
-class GraphCase:
+class Case:
     """A function of (group, *inputs), the ops that it is fused into, and reasons for the rest."""
 
     fn: Callable[..., Any]

@@ -13,11 +13,11 @@ from symm_cp.inductor.options import Options
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.inductor import all_reduce_graphs, attention_graphs, matmul_graphs, scaled_graphs
-from tests.inductor.graphs import AG, ATTENTION, RS, GraphCase, gather, run, scatter, through_passes
+from tests.inductor.graphs import AG, ATTENTION, RS, Case, gather, run, scatter, through_passes
 from tests.inductor.matmul_graphs import block
 
 
-def graphs(W: int) -> dict[str, GraphCase]:
+def graphs(W: int) -> dict[str, Case]:
     """All graphs for W ranks, by name."""
     return {
         **matmul_graphs.graphs(W),

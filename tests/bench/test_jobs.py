@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -23,17 +22,11 @@ SMALL = {"matmul": "6x8x4", "attention": "8x4x8,8x4x8x2", "collectives": "4KiB,1
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@contextmanager
-def unfused_groups(group: dist.ProcessGroup) -> Iterator[dict[str, dist.ProcessGroup]]:
-    """The groups of unfused variants, which end with the test."""
-    groups = jobs.unfused_groups(group)
-    yield groups
-    dist.destroy_process_group(groups["symm_cp"])
-
-
-def checked(group: dist.ProcessGroup) -> None:
-    with unfused_groups(group) as unfused:
-        check_all(group, unfused)
+def on_groups(group: dist.ProcessGroup, check: Callable[..., None]) -> None:
+    """Calls a check with the groups of unfused variants, which end with the test."""
+    unfused = jobs.unfused_groups(group)
+    check(group, unfused)
+    dist.destroy_process_group(unfused["symm_cp"])
 
 
 def check_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
@@ -50,7 +43,7 @@ def check_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, checked)
+    ranks.run(world_size, on_groups, check_all)
 
 
 def with_gradients(group: dist.ProcessGroup) -> None:
@@ -70,11 +63,6 @@ def with_gradients(group: dist.ProcessGroup) -> None:
 
 def test_gradients_are_compared(ranks: Ranks) -> None:
     ranks.run(2, with_gradients)
-
-
-def over_backends(group: dist.ProcessGroup) -> None:
-    with unfused_groups(group) as unfused:
-        watch_all(group, unfused)
 
 
 def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
@@ -98,7 +86,7 @@ def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -
 
 
 def test_unfused_variants_over_backends_by_name(ranks: Ranks) -> None:
-    ranks.run(2, over_backends)
+    ranks.run(2, on_groups, watch_all)
 
 
 def wrong_result(group: dist.ProcessGroup) -> None:

@@ -172,8 +172,7 @@ def background_threads() -> int:
 
 def read_messages() -> bool | None:
     """Whether this rank reads long messages in senders' memory; None: if the sender goes on."""
-    name = "SYMM_CP_READ_MESSAGES"
-    return _flag(name) if _get(name) else None
+    return _flag("SYMM_CP_READ_MESSAGES") if _get("SYMM_CP_READ_MESSAGES") else None
 
 
 def compare_inputs() -> bool:

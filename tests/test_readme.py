@@ -111,7 +111,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     assert "(symm_cp/env.py)" in README
     documented = rows(env.__doc__ or "", r"\| `")
     code = Path(env.__file__).read_text()
-    read = set(re.findall(r"(?:environ[^\n]*?|_get\()\"(SYMM_CP_\w+|CXX)\"", code))
+    code += (ROOT / "csrc/memory/segment.cpp").read_text()
+    read = set(re.findall(r"(?:environ[^\n]*?|_get\(|_flag\(|getenv\()\"(SYMM_CP_\w+|CXX)\"", code))
     assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
     mentioned = {name for page in PAGES for name in re.findall(r"SYMM_CP_\w+", page.read_text())}
     of_tests = {f"SYMM_CP_TEST_{name}" for name in ("SEED", "SIMULATION", "DELAYS")}

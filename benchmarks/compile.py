@@ -119,7 +119,7 @@ def _variants(
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields the cases: forward and backward of one block, with and without sequence parallelism.
 
-    Without it every rank has all rows. Cases of few rows are like decoding: forward only.
+    Without it every rank has all rows.
     """
     warnings.simplefilter("ignore", FutureWarning)
     torch._dynamo.config.recompile_limit = 64  # one function, many groups and sizes
@@ -153,12 +153,6 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             "with the passes": _compiled(over(name), small, options=compile_options()),
         }
         yield _case(f"compilation of a block{label}, both passes", compilers)
-    for rows in (128, 1):
-        few = torch.randn(rows, DIM)
-        with torch.no_grad():
-            blocks = _variants(group, _tensor_parallel, plain, None)
-            runs = {label: _inferred(block, (few, up, down)) for label, block in blocks.items()}
-            yield _case(f"block with all-reduces, forward, {rows} rows, float32", runs)
     yield from compiled_block.cases(group, TORCHS_OVERLAP)
 
 
@@ -171,11 +165,6 @@ def _compiled(block: Block, inputs: tuple[torch.Tensor, ...], **how: Any) -> Cal
             return _trained(torch.compile(block, **how), inputs)()
 
     return step
-
-
-def _inferred(block: Block, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    inputs = tuple(t.detach() for t in inputs)
-    return lambda: block(*inputs)
 
 
 def _case(name: str, variants: dict[str, Callable[[], object]]) -> Case:

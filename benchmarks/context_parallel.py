@@ -1,25 +1,21 @@
-"""Training steps of models of transformers: the sequence spread over ranks, and in one process.
+"""Training steps of a Llama of transformers: the sequence spread over ranks, and in one process.
 
     python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json
 
 A step is forward, loss, backward, and the sum of all gradients over the ranks, of one sequence of
 4096 tokens and weights in bfloat16. "one process" is rank 0 alone, with one thread, while the other
 ranks wait; "one process, all threads" has as many threads as there are ranks (or cores), which is
-what a user has without ranks. It attends as transformers does: windows and packed documents by a
-mask of all pairs of positions, soft caps and sinks by "eager" attention, which keeps all scores.
-Before a case is timed, the loss and the gradient of every parameter are compared with those of the
-same weights in float32 in one process: they must be as near to these as bfloat16 results of one
-process are.
+what a user has without ranks. Before the case is timed, the loss and the gradient of every
+parameter are compared with those of the same weights in float32 in one process: they must be as
+near to these as bfloat16 results of one process are.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +29,7 @@ from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, in_one_process
 from symm_cp.commands.bench.jobs import groups_over
 
-TOKENS = 4096
+TOKENS, VOCABULARY = 4096, 8192
 FEW = 8
 IGNORED = -100
 
@@ -41,59 +37,30 @@ Step = Callable[[], torch.Tensor]
 Batch = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Client:
-    """A model by its name in transformers, and how it attends in one process."""
+def _model() -> nn.Module:
+    """Returns the model with the same random weights on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    alone: str = "sdpa"
-    documents: int = 1  # packed into the sequence
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        max_position_embeddings=2 * TOKENS,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
 
-    @property
-    def label(self) -> str:
-        """The name of the case."""
-        packed = f", {self.documents} documents" if self.documents > 1 else ""
-        window = self.options.get("sliding_window")
-        return self.name + (f", window of {window}" if window else "") + packed
 
-    def model(self) -> nn.Module:
-        """Returns the model with the same random weights on every rank."""
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        options = {
-            "vocab_size": 8192,
-            "hidden_size": 512,
-            "intermediate_size": 1408,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 2 * TOKENS,
-            "use_cache": False,
-            "pad_token_id": 0,
-            "experts_implementation": "eager",
-            "attn_implementation": self.alone,
-            **self.options,
-        }
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{self.name}Config")(**options)
-        return getattr(transformers, f"{self.name}ForCausalLM")(config).to(torch.bfloat16)
-
-    def batch(self) -> Batch:
-        """Returns a batch of one sequence, the same for every call and rank."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(1, 8192, (1, TOKENS), generator=generator)
-        # Labels are given shifted: label t is what token t predicts.
-        batch = {"input_ids": ids, "labels": F.pad(ids[:, 1:], (0, 1), value=IGNORED)}
-        if self.documents == 1:
-            batch["attention_mask"] = torch.ones_like(ids)
-            return batch
-        length = TOKENS // self.documents
-        batch["position_ids"] = torch.arange(length).repeat(self.documents)[None]
-        batch["labels"][:, length - 1 :: length] = IGNORED
-        return batch
+def _batch() -> Batch:
+    """Returns a batch of one sequence, the same for every call and rank."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, VOCABULARY, (1, TOKENS), generator=generator)
+    # Labels are given shifted: label t is what token t predicts.
+    labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
 def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -150,10 +117,11 @@ def _errors(model: nn.Module, exact: nn.Module) -> torch.Tensor:
     )
 
 
-def _case(group: dist.ProcessGroup, client: Client) -> Case:
-    batch = client.batch()
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    """Yields the case."""
+    batch = _batch()
     (over,) = groups_over(group, "symm_cp").values()
-    alone = client.model()
+    alone = _model()
     models = {"one process": alone}
     steps = {"one process": _in_one_process(alone, batch)}
     for name, balancer in (
@@ -181,25 +149,7 @@ def _case(group: dist.ProcessGroup, client: Client) -> Case:
             worst = float((errors[name] / errors["one process"]).max())
             assert worst < 1.5, (name, worst)
 
-    name = f"{client.label}, training step, bfloat16"
-    return Case(name, steps, check, threaded=[ONE_PROCESS])
-
-
-# All scores of a layer are 1 GiB and more: two layers.
-EAGER = {"num_hidden_layers": 2}
-CLIENTS = (
-    Client("Llama"),
-    Client("Llama", documents=4),
-    Client("Mistral", {"sliding_window": 512}),
-    Client("Gemma2", EAGER, "eager"),
-    Client("GptOss", {**EAGER, "num_local_experts": 2, "num_experts_per_tok": 2}, "eager"),
-)
-
-
-def cases(group: dist.ProcessGroup) -> Iterator[Case]:
-    """Yields a case for each client."""
-    for client in CLIENTS:
-        yield _case(group, client)
+    yield Case("Llama, training step, bfloat16", steps, check, threaded=[ONE_PROCESS])
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ class Profile:
     largest_gap_us: float
     #: The time in which some kernel ran.
     busy_us: float
-    #: From the begin of the first kernel or copy to the end of the last one.
-    span_us: float
 
 
 def gaps(spans: Iterable[Span]) -> tuple[list[float], float]:
@@ -55,9 +53,7 @@ def gaps(spans: Iterable[Span]) -> tuple[list[float], float]:
 
 def _profile(kernels: Sequence[Span], copies: Sequence[Span]) -> Profile:
     between, busy = gaps(kernels)
-    both = [*kernels, *copies]
-    span = max(e for _, e in both) - min(b for b, _ in both) if both else 0.0
-    return Profile(len(kernels), len(copies), max(between, default=0.0), busy, span)
+    return Profile(len(kernels), len(copies), max(between, default=0.0), busy)
 
 
 def _medians(calls: Sequence[Profile]) -> Profile:
@@ -65,7 +61,7 @@ def _medians(calls: Sequence[Profile]) -> Profile:
         return statistics.median(getattr(call, field) for call in calls)
 
     counts = round(median("kernels")), round(median("copies"))
-    return Profile(*counts, median("largest_gap_us"), median("busy_us"), median("span_us"))
+    return Profile(*counts, median("largest_gap_us"), median("busy_us"))
 
 
 def of_profiler(events: Iterable[Mapping[str, Any]]) -> Profile:

@@ -56,10 +56,6 @@ TRAINED_SHAPES = [
 #: On each rank; 8 heads of 64 features.
 TOKENS = (16, 64, 256, 1024)
 
-# Renamed in torch 2.13, where the old names warn.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields all cases."""
@@ -119,9 +115,9 @@ def _scaled_gather(setting: Setting, by_row: bool, *shape: int) -> Case:
     all_scales = torch.empty(group.size() * rows, 1) if by_row else x_scale
 
     def unfused() -> torch.Tensor:
-        _gather_into(gathered.view(torch.uint8), x_shard.view(torch.uint8), group=over)
+        jobs.gather_into(gathered.view(torch.uint8), x_shard.view(torch.uint8), group=over)
         if by_row:
-            _gather_into(all_scales, x_scale, group=over)
+            jobs.gather_into(all_scales, x_scale, group=over)
         return torch._scaled_mm(gathered, weight, all_scales, scale, out_dtype=dtype)
 
     whole = torch.cat([x_shard] * group.size())
@@ -144,7 +140,7 @@ def _scaled_scatter(setting: Setting, by_row: bool, *shape: int) -> Case:
     part = torch.empty(rows, columns, dtype=dtype)
 
     def unfused() -> torch.Tensor:
-        _scatter_into(part, torch._scaled_mm(*operands, out_dtype=dtype), group=over)
+        jobs.scatter_into(part, torch._scaled_mm(*operands, out_dtype=dtype), group=over)
         return part
 
     variants: dict[str, Callable[[], torch.Tensor]] = {

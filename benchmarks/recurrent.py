@@ -1,9 +1,8 @@
 """A gated delta layer on each rank's part of a sequence against its compute alone.
 
 The compute alone is the same layer on the same part, without ranks before it. In the head-tail
-layout the states pass through two fragments of each rank, or (*exchanged*) one exchange each way
-moves the positions to parts in rank order and back. The chain of states alone, where ranks begin
-one after the other, is compared with the number of its turns. `--case layer` or
+layout the states pass through two fragments of each rank. The chain of states alone, where ranks
+begin one after the other, is compared with the number of its turns. `--case layer` or
 `--case chain` runs a part.
 
     python benchmarks/recurrent.py --ranks 2 --json benchmarks/results/recurrent.json
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -72,24 +70,6 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return groups[group.rank()]
 
 
-def _relaid(x: torch.Tensor, group: dist.ProcessGroup, *, back: bool) -> torch.Tensor:
-    """Moves head-tail parts (1, S, D) into rank order by one exchange, or (`back`) out of it."""
-    ranks, rank = group.size(), group.rank()
-    chunks = 2 * ranks
-    owners = [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)]
-    held = [chunk for chunk in range(chunks) if owners[chunk] == rank]
-    in_order = [2 * rank, 2 * rank + 1]
-    have, need = (in_order, held) if back else (held, in_order)
-    rows = x.shape[1] // 2
-    goes = [owners[chunk] if back else chunk // 2 for chunk in have]
-    comes = [chunk // 2 if back else owners[chunk] for chunk in need]
-    sent = torch.cat([x[0].split(rows)[i] for i in sorted(range(2), key=goes.__getitem__)])
-    sizes = [[rows * peers.count(peer) for peer in range(ranks)] for peers in (comes, goes)]
-    got = wait_tensor(all_to_all_single_autograd(sent, *sizes, group)).split(rows)
-    order = sorted(range(2), key=comes.__getitem__)
-    return torch.cat([got[order.index(i)] for i in range(2)]).unsqueeze(0)
-
-
 def _layer_cases(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Iterator[Case]:
     torch.manual_seed(0)
     layer = _Layer()
@@ -100,14 +80,10 @@ def _layer_cases(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Iterator
     layout = head_tail(TOKENS * group.size(), group.size())
     rows = torch.tensor(list(layout.positions(group.rank())))
 
-    def exchanged() -> torch.Tensor:
-        return _relaid(layer(_relaid(part, group, back=False), group), group, back=True)
-
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "alone": lambda: layer(part, alone),
         "spread": lambda: layer(part, group),
-        "head-tail, fragments": lambda: layer(part, group, layout),
-        "head-tail, exchanged": exchanged,
+        "head-tail": lambda: layer(part, group, layout),
     }
 
     def check() -> None:
@@ -118,9 +94,6 @@ def _layer_cases(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Iterator
         mine = whole[:, rows].detach()
         by_fragments = layer(mine, group, layout)
         torch.testing.assert_close(by_fragments, expected[:, rows], **close)
-        in_order = _relaid(mine, group, back=False)
-        assert torch.equal(in_order, whole.split(TOKENS, 1)[group.rank()])
-        assert torch.equal(_relaid(in_order, group, back=True), mine)
 
     def forward(run: Callable[[], torch.Tensor]) -> Callable[[], object]:
         return torch.no_grad()(run)

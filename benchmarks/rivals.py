@@ -22,13 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symm_cp.commands.bench.jobs import gather_into, scatter_into
+
 NAMES = ("gloo", "mpi", "vllm")
 
 Call = Callable[[], object]
-
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HOW_TO_GET = {
     "mpi": "pip install --prefix rivals mpi4py impi-rt; then --rivals rivals",
@@ -145,10 +143,10 @@ class TorchRival(Rival):
         return lambda: dist.all_reduce(tensor, group=self._group)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Call:
-        return lambda: _all_gather(out, shard, group=self._group)
+        return lambda: gather_into(out, shard, group=self._group)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Call:
-        return lambda: _reduce_scatter(out, full, group=self._group)
+        return lambda: scatter_into(out, full, group=self._group)
 
     def message(self, out: torch.Tensor, tensor: torch.Tensor) -> Call:
         group, rank = self._group, self._group.rank()
@@ -182,7 +180,7 @@ class VllmRival(Rival):
         return lambda: self._ops.shm_allreduce(self._handle, tensor)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Call:
-        return lambda: self._ops.shm_all_gather(self._handle, shard, out)
+        return lambda: self._ops.shmgather_into(self._handle, shard, out)
 
 
 class MpiRival(Rival):

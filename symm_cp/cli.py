@@ -12,6 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from symm_cp import __version__
 from symm_cp.commands import bench, compare, explain, run, trace, tune
@@ -33,22 +34,19 @@ def _parser() -> argparse.ArgumentParser:
     demo(commands.add_parser("demo", help=text, description=text))
     commands.add_parser("run", help=run.HELP, add_help=False)
     run.add_exec(commands.add_parser("exec", help=run.EXEC_HELP, description=run.EXEC_HELP))
-    explain.add_arguments(
-        commands.add_parser("explain", help=explain.HELP, description=explain.HELP)
-    )
-    compare.add_arguments(
-        commands.add_parser("compare", help=compare.HELP, description=compare.HELP)
-    )
+
+    def add(**modules: Any) -> None:
+        for name, command in modules.items():
+            help_ = command.HELP
+            command.add_arguments(commands.add_parser(name, help=help_, description=help_))
+
+    add(explain=explain, compare=compare)
     doctor = commands.add_parser(
         "doctor", help="show what works here, and how to make the rest work"
     )
     add_json(doctor, "the findings")
     selftest(commands.add_parser("selftest", help="test what works here; ends within two minutes"))
-    bench.add_commands(commands)
-    for name, command in {"trace": trace, "tune": tune}.items():
-        command.add_arguments(
-            commands.add_parser(name, help=command.HELP, description=command.HELP)
-        )
+    add(bench=bench, trace=trace, tune=tune)
     commands.add_parser("build", help="build the native part now instead of at first use")
     return parser
 
@@ -175,7 +173,8 @@ def _main(arguments: Sequence[str]) -> int:
     ):
         print(f"symm-cp {args.command}: {note}", file=sys.stderr)
     # The folders of these commands need torch.
-    modules = {"selftest": "first_run", "trace": "trace.run", "tune": "tune.run"}
+    modules = {"selftest": "first_run", "bench": "bench.command"}
+    modules |= {"trace": "trace.run", "tune": "tune.run"}
     module = import_module(f"symm_cp.commands.{modules.get(args.command, args.command)}")
     code: int = module.main(args)
     return code

@@ -52,6 +52,13 @@ def _get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def _flag(name: str, default: str = "") -> bool:
+    text = _get(name, default)
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={text!r} must be 0 or 1")
+    return text == "1"
+
+
 #: Set by commands for their own processes, and by tests.
 _INTERNAL = ("COMPARE", "CUDA_ON_CPU", "EXPLAIN", "EXPLAIN_EAGER", "NUMA")
 _RENAMED = {"SYMM_CP_WAY": "SYMM_CP_ALGORITHM"}
@@ -101,10 +108,7 @@ def timeout_ms() -> int:
 
 def selftest() -> bool:
     """Whether groups test at first use what works between their devices."""
-    text = _get("SYMM_CP_SELFTEST", "1")
-    if text not in ("0", "1"):
-        raise ValueError(f"SYMM_CP_SELFTEST={text!r} must be 0 or 1")
-    return text == "1"
+    return _flag("SYMM_CP_SELFTEST", "1")
 
 
 def attention() -> str | None:
@@ -126,18 +130,12 @@ def algorithm() -> str | None:
 
 def debug() -> bool:
     """Whether ranks compare their calls on devices before making them."""
-    text = _get("SYMM_CP_DEBUG", "0")
-    if text not in ("0", "1"):
-        raise ValueError(f"SYMM_CP_DEBUG={text!r} must be 0 or 1")
-    return text == "1"
+    return _flag("SYMM_CP_DEBUG", "0")
 
 
 def plans() -> bool:
     """Whether calls on streams are recorded, and later calls replayed without Python."""
-    text = _get("SYMM_CP_PLANS", "1")
-    if text not in ("0", "1"):
-        raise ValueError(f"SYMM_CP_PLANS={text!r} must be 0 or 1")
-    return text == "1"
+    return _flag("SYMM_CP_PLANS", "1")
 
 
 def debug_offsets() -> int | None:
@@ -172,28 +170,14 @@ def background_threads() -> int:
     return int(text)
 
 
-def huge_pages() -> bool:
-    """Tells whether symmetric memory takes reserved huge pages (csrc/memory/segment.cpp)."""
-    text = _get("SYMM_CP_HUGE_PAGES", "0")
-    if text not in ("0", "1"):
-        raise ValueError(f"SYMM_CP_HUGE_PAGES={text!r} must be 0 or 1")
-    return text == "1"
-
-
 def read_messages() -> bool | None:
     """Whether this rank reads long messages in senders' memory; None: if the sender goes on."""
-    text = _get("SYMM_CP_READ_MESSAGES")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"SYMM_CP_READ_MESSAGES={text!r} must be 0 or 1")
-    return None if text == "" else text == "1"
+    return _flag("SYMM_CP_READ_MESSAGES") if _get("SYMM_CP_READ_MESSAGES") else None
 
 
 def compare_inputs() -> bool:
     """Whether ranks compare inputs that must be equal on all of them."""
-    text = _get("SYMM_CP_COMPARE_INPUTS", "1")
-    if text not in ("0", "1"):
-        raise ValueError(f"SYMM_CP_COMPARE_INPUTS={text!r} must be 0 or 1")
-    return text == "1"
+    return _flag("SYMM_CP_COMPARE_INPUTS", "1")
 
 
 def host() -> str | None:

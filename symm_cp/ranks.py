@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import math
 import os
 import signal
 import subprocess
@@ -197,7 +198,8 @@ def run_program(name: str, world_size: int, arguments: Sequence[str]) -> int:
     """Like `run_ranks`, for a program that Python runs with these arguments."""
     with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
         # argparse takes the last of two --rendezvous.
-        codes = _run([*arguments, "--rendezvous", folder], world_size)
+        processes, _ = _run([*arguments, "--rendezvous", folder], world_size)
+        codes = [process.wait() for process in processes]
     failed = {rank: code for rank, code in enumerate(codes) if code not in (0, 1)}
     for rank, code in failed.items():
         reason = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -217,20 +219,8 @@ def run_limited(
     Returns their exit codes: None for ranks killed because the time was over. Their output goes to
     stderr. Returns a little later at most, even if a rank cannot be killed.
     """
-    deadline = time.monotonic() + seconds
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        started += [_start(rank, world_size, arguments, variables) for rank in range(world_size)]
-        while time.monotonic() < deadline and any(p.poll() is None for p in started):
-            if any(p.poll() for p in started):
-                # Peers of a failed rank fail by themselves, with an error that names it.
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            time.sleep(_POLL_SECONDS)
-        late = [p.poll() is None for p in started]
-    finally:
-        _kill(started)
-        _wait(started, _GRACE_SECONDS / 5)
-    return [None if was_late else p.poll() for p, was_late in zip(started, late, strict=True)]
+    processes, late = _run(arguments, world_size, seconds, variables)
+    return [None if was_late else p.poll() for p, was_late in zip(processes, late, strict=True)]
 
 
 def _start(
@@ -276,21 +266,27 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(arguments: Sequence[str], world_size: int) -> list[int]:
+def _run(
+    arguments: Sequence[str],
+    world_size: int,
+    seconds: float = math.inf,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[list[subprocess.Popen[bytes]], list[bool]]:
+    """Returns the processes, killed if they did not end, and whether the time was over for each."""
+    deadline = time.monotonic() + seconds
     started: list[subprocess.Popen[bytes]] = []
     try:
-        started += [_start(rank, world_size, arguments) for rank in range(world_size)]
-        while any(process.poll() is None for process in started):
-            if any(process.poll() for process in started):
+        started += [_start(rank, world_size, arguments, variables) for rank in range(world_size)]
+        while time.monotonic() < deadline and any(p.poll() is None for p in started):
+            if any(p.poll() for p in started):
                 # Peers of a failed rank fail by themselves, with an error that names it.
-                _wait(started, _GRACE_SECONDS)
-                break
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             time.sleep(_POLL_SECONDS)
+        late = [p.poll() is None for p in started]
     finally:
         _kill(started)
-        for process in started:
-            process.wait()
-    return [process.returncode for process in started]
+        _wait(started, _GRACE_SECONDS / 5)
+    return started, late
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -111,7 +111,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     assert "(symm_cp/env.py)" in README
     documented = rows(env.__doc__ or "", r"\| `")
     code = Path(env.__file__).read_text()
-    read = set(re.findall(r"(?:environ[^\n]*?|_get\()\"(SYMM_CP_\w+|CXX)\"", code))
+    code += (ROOT / "csrc/memory/segment.cpp").read_text()
+    read = set(re.findall(r"(?:environ[^\n]*?|_get\(|_flag\(|getenv\()\"(SYMM_CP_\w+|CXX)\"", code))
     assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
     mentioned = {name for page in PAGES for name in re.findall(r"SYMM_CP_\w+", page.read_text())}
     of_tests = {f"SYMM_CP_TEST_{name}" for name in ("SEED", "SIMULATION", "DELAYS")}
@@ -212,28 +213,6 @@ def test_ratios_below_the_limit_are_explained() -> None:
     assert readme_figures.below_one(["1.00", "", "1.06"]) == ""
     assert "our output reuses memory" in readme_figures.below_one(["1.00", "0.97"])
     assert "Values below 1: " in readme_figures.head()  # of the results that are there
-
-
-def test_one_process_with_all_threads_is_in_readme_once_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    row = {"ms": {readme_figures.ONE_PROCESS: 30.0, "apply": 25.0, "head-tail": 60.0}}
-    monkeypatch.setattr(readme_figures, "measured", lambda file: file != "llama_training")
-    monkeypatch.setattr(
-        readme_figures,
-        "load",
-        lambda file: (
-            {"machine": f"M {file}"},
-            {case: row for _, _, case, _ in readme_figures.RANKS},
-        ),
-    )
-    assert readme_figures.against_one_process().startswith(
-        "Time by that of one process with both cores (above 1: slower): decoding 0.83 on an M "
-        "llama_inference; training with context parallelism on 4,096 tokens 2.00 on an M "
-        "context_parallel."
-    )
-    row["ms"].pop(readme_figures.ONE_PROCESS)
-    assert readme_figures.against_one_process() == ""
 
 
 def test_readme_says_what_a_fresh_debian_needs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -344,7 +345,7 @@ def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
     """
     names = list(inspect.signature(function).parameters)[1:]
     group_at = names.index("group_name")
-    rank_at = names.index("rank") if "rank" in names else len(names)
+    rank_at = names.index("rank") if "rank" in names else sys.maxsize
 
     @functools.wraps(function)
     def kernel(*args: Any, **kwargs: Any) -> Any:

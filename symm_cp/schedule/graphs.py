@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from symm_cp.schedule.check import CheckReport
-from symm_cp.schedule.issue_order import Flag, Item, deadlock
+from symm_cp.schedule.issue_order import Flag, Item, common_size, deadlock
 from symm_cp.schedule.patterns import Channel, IssueOrder, Variant
 from symm_cp.schedule.steps import Epoch, Signal, Step, Wait, awaited
 
@@ -175,12 +175,7 @@ def check_graph(calls: Sequence[GraphCall]) -> CheckReport:
 
     Raises ``ValueError`` if there is no call, or if calls differ in their number of ranks.
     """
-    sizes = {len(call.orders) for call in calls}
-    if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(
-            f"calls must be one or more, all on the same number of ranks; got {sorted(sizes)}"
-        )
-    (world_size,) = sizes
+    world_size = common_size([len(call.orders) for call in calls])
     ranks = [_Rank() for _ in range(world_size)]
     epochs: dict[Channel, int] = {}
     for number, call in enumerate(calls):

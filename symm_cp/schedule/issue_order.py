@@ -71,12 +71,7 @@ def check_issue_order(calls: Sequence[IssuedCall]) -> CheckReport:
     Each channel numbers its calls separately, as it has a workspace of its own.
     Raises ``ValueError`` if there is no call, or if calls differ in their number of ranks.
     """
-    sizes = {len(call.orders) for call in calls}
-    if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(
-            f"calls must be one or more, all on the same number of ranks; got {sorted(sizes)}"
-        )
-    (world_size,) = sizes
+    world_size = common_size([len(call.orders) for call in calls])
     queues = [deque(_queue(calls, rank)) for rank in range(world_size)]
     raised: dict[Flag, Epoch] = {}
     waiting: dict[Flag, int] = {}  # the receiver of a flag: no other rank waits for it
@@ -99,6 +94,15 @@ def check_issue_order(calls: Sequence[IssuedCall]) -> CheckReport:
             queue.popleft()
     stuck = tuple(deadlock(rank, queue[0], raised) for rank, queue in enumerate(queues) if queue)
     return CheckReport(stuck, len(calls), world_size)
+
+
+def common_size(sizes: Sequence[int]) -> int:
+    """Returns the number of ranks of all calls; raises ``ValueError`` if there is no such one."""
+    if len(set(sizes)) != 1 or 0 in sizes:
+        raise ValueError(
+            f"calls must be one or more, all on the same number of ranks; got {sorted(set(sizes))}"
+        )
+    return sizes[0]
 
 
 def _queue(calls: Sequence[IssuedCall], rank: int) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""`symm-cp bench` as a command, on tiny sizes."""
+"""`symm-cp bench` as a command, on tiny sizes; wrong arguments of it, `trace` and `tune`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,10 @@ def test_json_is_printed_alone(
         (["bench", "matmul", "--shapes", "8x8"], "symm-cp bench: '8x8' is not a shape"),
         (["bench", "--shapes", "8x8x8"], "--shapes needs a kind"),
         (["bench", "--dtype", "float31"], "--dtype float31: must be one or more of"),
+        (["trace", "attention", "--shapes", "8x8x8,9x8x8"], "must be a single shape TOKENS"),
+        (["trace", "all-gather", "--shapes", "8x8"], "must be a single shape ELEMENTS"),
+        (["tune", "--shapes", "8x8"], "--shapes 8x8: must be 3 numbers"),
+        (["tune", "attention"], "attention has several algorithms only with --device cuda"),
     ],
 )
 def test_wrong_arguments(
@@ -79,8 +83,14 @@ def test_a_plot_goes_to_a_file_or_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "plots").is_dir()
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "0"], ["train"], ["--csv", "x"]])
-def test_arguments_that_argparse_refuses(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench --ranks 0", "bench train", "bench --csv x", "trace", "trace gather",
+        "tune --shapes 8x0x8", "tune llama",
+    ],
+)  # fmt: skip
+def test_arguments_that_argparse_refuses(arguments: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
+        main(arguments.split())
     assert ended.value.code == 2

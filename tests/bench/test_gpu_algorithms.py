@@ -87,14 +87,6 @@ def test_thresholds_take_the_faster_way_of_the_model() -> None:
         assert max(each) < (1.24 if op in of_matmuls else 1.32), op
 
 
-def test_few_rows_are_summed_whole_and_many_part_by_part() -> None:
-    for ranks in (2, 4, 8):
-        for rows, algorithm in ((1, "whole"), (8192, "shards")):
-            matmul = Matmul("all-reduce", rows, 4096, 4096)
-            seconds = matmul.seconds(ranks)
-            assert min(seconds, key=seconds.__getitem__) == matmul.by_size() == algorithm
-
-
 def test_what_the_page_on_devices_says_of_eight_gpus() -> None:
     for kernel, pipeline, together in (("cudnn", 2.22, 1.9), ("flash", 3.29, 2.91)):
         seconds = Attention(32768, 32, 8, kernel=kernel).seconds(8)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from symm_cp import tuning
 from symm_cp.commands.bench import jobs, shapes
 from symm_cp.commands.bench.jobs import BACKWARD, BOTH, Setting
-from symm_cp.commands.bench.models import MODELS
 from symm_cp.commands.harness.measure import FUSED, LIMIT, unfused_over
 from symm_cp.parsing import size_text
 from symm_cp.testing import Ranks
@@ -24,17 +22,11 @@ SMALL = {"matmul": "6x8x4", "attention": "8x4x8,8x4x8x2", "collectives": "4KiB,1
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@contextmanager
-def unfused_groups(group: dist.ProcessGroup) -> Iterator[dict[str, dist.ProcessGroup]]:
-    """The groups of unfused variants, which end with the test."""
-    groups = jobs.unfused_groups(group)
-    yield groups
-    dist.destroy_process_group(groups["symm_cp"])
-
-
-def checked(group: dist.ProcessGroup) -> None:
-    with unfused_groups(group) as unfused:
-        check_all(group, unfused)
+def on_groups(group: dist.ProcessGroup, check: Callable[..., None]) -> None:
+    """Calls a check with the groups of unfused variants, which end with the test."""
+    unfused = jobs.unfused_groups(group)
+    check(group, unfused)
+    dist.destroy_process_group(unfused["symm_cp"])
 
 
 def check_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
@@ -51,7 +43,7 @@ def check_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, checked)
+    ranks.run(world_size, on_groups, check_all)
 
 
 def with_gradients(group: dist.ProcessGroup) -> None:
@@ -73,11 +65,6 @@ def test_gradients_are_compared(ranks: Ranks) -> None:
     ranks.run(2, with_gradients)
 
 
-def over_backends(group: dist.ProcessGroup) -> None:
-    with unfused_groups(group) as unfused:
-        watch_all(group, unfused)
-
-
 def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
     """Each variant runs over the group that it names."""
     for kind, text in SMALL.items():
@@ -90,8 +77,8 @@ def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -
                     calls.append(group.group_name)
 
                 with (
-                    mock.patch.object(jobs, "_gather_into", note),
-                    mock.patch.object(jobs, "_scatter_into", note),
+                    mock.patch.object(jobs, "gather_into", note),
+                    mock.patch.object(jobs, "scatter_into", note),
                     mock.patch.object(dist, "all_reduce", note),
                 ):
                     case.variants[unfused_over(name)]()
@@ -99,7 +86,7 @@ def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -
 
 
 def test_unfused_variants_over_backends_by_name(ranks: Ranks) -> None:
-    ranks.run(2, over_backends)
+    ranks.run(2, on_groups, watch_all)
 
 
 def wrong_result(group: dist.ProcessGroup) -> None:
@@ -140,14 +127,15 @@ def test_a_wrong_sum_is_noticed(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(shapes.MODELS))
 def test_matmuls_of_a_model_use_all_its_weights(name: str, world_size: int) -> None:
     """Over all ranks, each token is multiplied with all weights of a layer."""
-    model = MODELS[name]
+    model = shapes.MODELS[name]
+    features = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.feed_forward
     sizes = [job.keywords for job in shapes.wanted("matmul", name, world_size, 512)]
     products = sum(size["rows"] * size["inner"] * size["columns"] for size in sizes)
     # A rank has a part of the features, and of the rows before they are gathered.
-    assert products * world_size**2 == 512 * model.layer_parameters
+    assert products * world_size**2 == 512 * model.hidden * features
 
 
 def test_sizes_in_bytes() -> None:

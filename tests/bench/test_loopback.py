@@ -226,7 +226,7 @@ def test_the_clock_and_the_profiler_of_a_gpu(
     def read(path: Path) -> Profile:
         events = json.loads(path.read_text())["traceEvents"]
         calls = [e for e in events if e.get("name") == "the call" and e.get("ph") == "X"]
-        return Profile(len(calls), 0, 0.0, 0.0, 0.0)
+        return Profile(len(calls), 0, 0.0, 0.0)
 
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"spin {cycles}"))
     monkeypatch.setattr(torch.cuda, "Event", _Event)
@@ -268,8 +268,8 @@ def test_a_profile_of_torchs_profiler() -> None:
         event("gemm", 71, 80),
         event("gemm", 85, 90),
     ]
-    # Means of two calls: gaps of 3 and 5, busy for 17 and 24, spans of 30 and 30.
-    expected = Profile(3, 1, largest_gap_us=4, busy_us=20.5, span_us=30)
+    # Means of two calls: gaps of 3 and 5, busy for 17 and 24.
+    expected = Profile(3, 1, largest_gap_us=4, busy_us=20.5)
     assert kernel_timeline.of_profiler(reversed(events)) == expected
     with pytest.raises(ValueError, match="no spin_kernel among 1 kernels"):
         kernel_timeline.of_profiler(events[:1])
@@ -290,8 +290,8 @@ def test_a_profile_of_a_recording() -> None:
     )
     profile = kernel_timeline.of_recording(timeline)
     assert (profile.kernels, profile.copies) == (2, 1)
-    times = profile.largest_gap_us, profile.busy_us, profile.span_us
-    assert times == pytest.approx((20, 20, 45))
+    times = profile.largest_gap_us, profile.busy_us
+    assert times == pytest.approx((20, 20))
 
 
 def test_each_call_of_the_driver_is_forwarded_and_timed(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from symm_cp.commands.bench import plots
-from symm_cp.commands.harness import report
 from symm_cp.commands.harness.measure import Row
 
 pytest.importorskip("matplotlib")
@@ -71,12 +70,3 @@ def test_scaling_is_on_a_linear_axis(drawn: dict[str, Any], tmp_path: Path) -> N
     ((_, lines, scale),) = drawn["scaling"]
     assert scale == "linear"
     assert list(lines[0].get_xdata()) == [1, 2, 4]
-
-
-def test_a_line_of_text_claims_no_noisy_ratio() -> None:
-    noisy = {"limit": (1.0,) * 9, "fused": (1.0, 1.5, 2.0) * 3}
-    text = report.line(Row("case", noisy))
-    assert "too noisy: " in text
-    assert "(1.50)" not in text
-    steady = report.line(Row("case", {"limit": (1.0,) * 9, "fused": (1.1,) * 9}))
-    assert "(1.10)" in steady

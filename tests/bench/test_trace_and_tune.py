@@ -77,32 +77,6 @@ def test_a_table_that_another_user_could_change_is_not_used(
     assert f"{table.name}: others can write it (mode 666)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["trace", "attention", "--shapes", "8x8x8,9x8x8"], "must be a single shape TOKENS"),
-        (["trace", "all-gather", "--shapes", "8x8"], "must be a single shape ELEMENTS"),
-        (["tune", "--shapes", "8x8"], "--shapes 8x8: must be 3 numbers"),
-        (["tune", "attention"], "attention has several algorithms only with --device cuda"),
-    ],
-)
-def test_wrong_arguments(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Refused before any rank is started."""
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["trace"], ["trace", "gather"], ["tune", "--shapes", "8x0x8"], ["tune", "llama"]]
-)
-def test_arguments_that_argparse_refuses(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-
-
 def test_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune", "--device", "cuda"]) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,50 +10,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.inductor.graphs import ATTENTION, GraphCase, gather
+from tests.inductor.graphs import ATTENTION, Case, gather
 
 
-def attend(group: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 2, group), gather(v, 2, group))
+def attend(group: Any, q: Any, k: Any, v: Any, mask: Any = None, **kwargs: Any) -> Any:
+    full = gather(k, 2, group), gather(v, 2, group)
+    return F.scaled_dot_product_attention(q, *full, mask, **kwargs)
 
 
-def attend_stacked(group: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, *gather(torch.stack([k, v]), 3, group).unbind(0))
-
-
-def attend_joined(group: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, *gather(torch.cat([k, v], -1), 2, group).chunk(2, -1))
-
-
-def attend_causal(group: Any, q: Any, k: Any, v: Any) -> Any:
+def causal(group: Any, q: Any) -> Any:
     n = q.shape[2]
     rows = torch.arange(n) + dist.get_rank(group) * n
-    mask = rows[:, None] >= torch.arange(n * dist.get_world_size(group))
-    return F.scaled_dot_product_attention(q, gather(k, 2, group), gather(v, 2, group), mask)
+    return rows[:, None] >= torch.arange(n * dist.get_world_size(group))
 
 
-def attend_upper_left(group: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(
-        q, gather(k, 2, group), gather(v, 2, group), is_causal=True
-    )
-
-
-def attend_flex(group: Any, q: Any, k: Any, v: Any) -> Any:
-    return flex_attention(q, gather(k, 2, group), gather(v, 2, group))
-
-
-def attend_window(group: Any, q: Any, k: Any, v: Any) -> Any:
+def window(group: Any, q: Any) -> Any:
     n = q.shape[2]
-    offset = torch.arange(n * dist.get_world_size(group)) - torch.arange(n)[:, None]
-    mask = offset.abs() < 3
-    return F.scaled_dot_product_attention(q, gather(k, 2, group), gather(v, 2, group), mask)
+    return (torch.arange(n * group.size()) - torch.arange(n)[:, None]).abs() < 3
 
 
 def attend_as(kernel: str, group: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
     """Attends with the ops that `F.scaled_dot_product_attention` becomes in traces on CUDA."""
-    full = gather(k, 2, group), gather(v, 2, group)
     if not torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(q, *full, mask)
+        return attend(group, q, k, v, mask)
+    full = gather(k, 2, group), gather(v, 2, group)
     op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
     if kernel == "flash":
         return op(q, *full)[0]
@@ -62,18 +42,6 @@ def attend_as(kernel: str, group: Any, q: Any, k: Any, v: Any, mask: Any = None)
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
         mask = F.pad(bias, (0, -mask.shape[-1] % 16))[:, : mask.shape[-1]].expand(heads)
     return op(q, *full, mask, True)[0]
-
-
-def attend_as_causal(kernel: str, group: Any, *tensors: Any) -> Any:
-    n = tensors[0].shape[2]
-    rows = torch.arange(n) + dist.get_rank(group) * n
-    return attend_as(
-        kernel, group, *tensors, mask=rows[:, None] >= torch.arange(n * dist.get_world_size(group))
-    )
-
-
-def attend_over_heads(group: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 1, group), gather(v, 1, group))
 
 
 def attend_in_turn(group: Any, q: Any, k: Any, v: Any) -> Any:
@@ -89,50 +57,37 @@ def attend_in_turn(group: Any, q: Any, k: Any, v: Any) -> Any:
     return (shares * torch.stack([out for out, _ in attended])).sum(0)
 
 
-HEADS = (2, 3, 4, 8)
-
-
-def graphs(W: int) -> dict[str, GraphCase]:
-    return {
-        "attention": GraphCase(attend, (HEADS,) * 3, (ATTENTION,), grad=True),
-        "attention, no grad": GraphCase(attend, (HEADS,) * 3, (ATTENTION,)),
-        "attention, stacked": GraphCase(attend_stacked, (HEADS,) * 3, (ATTENTION,), grad=True),
-        "attention, joined": GraphCase(attend_joined, (HEADS,) * 3, (ATTENTION,), grad=True),
-        "attention, causal": GraphCase(attend_causal, (HEADS,) * 3, (ATTENTION,), grad=True),
-        **{
-            f"attention, {kernel}": GraphCase(
-                functools.partial(attend_as, kernel),
-                (HEADS,) * 3,
-                (ATTENTION,),
-                grad=True,
-            )
-            for kernel in ("flash", "cudnn", "efficient")
-        },
-        "attention, flash, no grad": GraphCase(
-            functools.partial(attend_as, "flash"), (HEADS,) * 3, (ATTENTION,)
-        ),
-        "attention, efficient, causal": GraphCase(
-            functools.partial(attend_as_causal, "efficient"),
-            (HEADS,) * 3,
-            (ATTENTION,),
-            grad=True,
-        ),
-        "attention, upper left": GraphCase(attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)),
-        "attention, window": GraphCase(
-            attend_window, (HEADS,) * 3, reasons=("not the causal one",)
-        ),
-        "attention, flex": GraphCase(
-            attend_flex, (HEADS,) * 3, reasons=("it feeds flex_attention, which is fused only",)
-        ),
-        "attention, in turn": GraphCase(
-            attend_in_turn,
-            (HEADS,) * 3,
-            reasons=("but not as all keys or values of an attention that is fused",),
-            grad=True,
-        ),
-        "attention, over heads": GraphCase(
-            attend_over_heads,
-            ((2, 3 * W, 4, 8), HEADS, HEADS),
-            reasons=("along the sequence",),
+def graphs(W: int) -> dict[str, Case]:
+    sdpa, heads = F.scaled_dot_product_attention, (2, 3, 4, 8)
+    fused: dict[str, Any] = {
+        "": attend,
+        ", stacked": lambda g, q, k, v: sdpa(q, *gather(torch.stack([k, v]), 3, g).unbind(0)),
+        ", joined": lambda g, q, k, v: sdpa(q, *gather(torch.cat([k, v], -1), 2, g).chunk(2, -1)),
+        ", causal": lambda g, q, k, v: attend(g, q, k, v, causal(g, q)),
+        **{f", {name}": partial(attend_as, name) for name in ("flash", "cudnn", "efficient")},
+        ", efficient, causal": lambda g, q, k, v: attend_as("efficient", g, q, k, v, causal(g, q)),
+    }
+    left: dict[str, tuple[Any, str]] = {
+        "upper left": (lambda g, q, k, v: attend(g, q, k, v, is_causal=True), "is_causal"),
+        "window": (lambda g, q, k, v: attend(g, q, k, v, window(g, q)), "not the causal one"),
+        "flex": (
+            lambda g, q, k, v: flex_attention(q, gather(k, 2, g), gather(v, 2, g)),
+            "it feeds flex_attention, which is fused only",
         ),
     }
+    return {
+        **{f"attention{name}": Case(fn, (heads,) * 3, (ATTENTION,), grad=True)
+           for name, fn in fused.items()},
+        **{f"attention{name}, no grad": Case(fused[name], (heads,) * 3, (ATTENTION,))
+           for name in ("", ", flash")},
+        **{f"attention, {name}": Case(fn, (heads,) * 3, reasons=(reason,))
+           for name, (fn, reason) in left.items()},
+        "attention, in turn": Case(
+            attend_in_turn, (heads,) * 3, grad=True,
+            reasons=("but not as all keys or values of an attention that is fused",),
+        ),
+        "attention, over heads": Case(
+            lambda g, q, k, v: sdpa(q, gather(k, 1, g), gather(v, 1, g)),
+            ((2, 3 * W, 4, 8), heads, heads), reasons=("along the sequence",),
+        ),
+    }  # fmt: skip

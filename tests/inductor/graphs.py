@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed._functional_collectives as funcol
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor
 
+from symm_cp import inductor
 from symm_cp.inductor.decisions import Report, recording
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import Pass, fuse_joint, fuse_post_grad
@@ -26,10 +29,11 @@ AR, SUM, AR8 = (
 )
 AG8, RS8 = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 ATTENTION = "fused_all_gather_attention"
+_DEFAULT = Options()
 
 
 @dataclass(frozen=True)
-class GraphCase:
+class Case:
     """A function of (group, *inputs), the ops that it is fused into, and reasons for the rest."""
 
     fn: Callable[..., Any]
@@ -38,7 +42,7 @@ class GraphCase:
     reasons: tuple[str, ...] = ()
     grad: bool = False
     dtype: torch.dtype = torch.float64
-    options: Options = field(default_factory=Options)
+    options: Options = _DEFAULT
 
 
 def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -47,6 +51,17 @@ def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 def scatter(x: torch.Tensor, dim: int, group: Any, op: str = "sum") -> torch.Tensor:
     return funcol.reduce_scatter_tensor_autograd(x, op, dim, group)
+
+
+def draw(group: Any, seed: int, *shapes: Sequence[int], **kwargs: Any) -> list[torch.Tensor]:
+    """Returns random float64 tensors of this rank, or as `kwargs` say, that need gradients."""
+    generator = torch.Generator().manual_seed(seed + group.rank())
+    kwargs = {"dtype": torch.float64, "requires_grad": True, **kwargs}
+    return [torch.randn(shape, generator=generator, **kwargs) for shape in shapes]
+
+
+def draw_seed() -> int:
+    return int(torch.randint(1 << 30, ()))
 
 
 @dataclass
@@ -124,3 +139,52 @@ def run(
         grads = list(torch.autograd.grad(outputs, leaves)) if outputs else []
         grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     return [t.detach() for t in results], grads
+
+
+def close(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], within: float | None = None
+) -> None:
+    """Compares tensors; `within` is relative to the largest element, or to 1 if that is larger."""
+    tolerance: dict[str, float] = {}
+    for a, b in zip(got, want, strict=True):
+        if within is not None:
+            size = float(b.abs().max()) if b.numel() else 0.0
+            tolerance = {"rtol": 0.0, "atol": within * max(1.0, size)}
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def compare(
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    options: Options = _DEFAULT,
+    module: torch.nn.Module | None = None,
+    within: float | None = None,
+) -> Compiled:
+    """Compares results and gradients of `fn` through the passes with those of eager mode."""
+    results, grads = run(fn, inputs, module)
+    compiled = through_passes(fn, inputs, options, module)
+    close([*compiled.results, *compiled.grads], [*results, *grads], within)
+    return compiled
+
+
+def without_kernels(**options: Any) -> Any:
+    """Inductor calls torch's kernels: compiling its own takes a minute for two ranks."""
+    return inductor_config.patch(fallback_by_default=True, force_disable_caches=True, **options)
+
+
+def compare_code(
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    module: torch.nn.Module | None = None,
+    within: float | None = None,
+    reference: Callable[..., Any] | None = None,
+) -> str:
+    """Compares as `compare` does, through Inductor; returns the code that it generates."""
+    with without_kernels():
+        results, grads = run(reference or fn, inputs, module)
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, options=inductor.compile_options())
+        (found, found_grads), code = run_and_get_code(run, compiled, inputs, module)
+    close([*found, *found_grads], [*results, *grads], within)
+    assert [t.stride() for t in found] == [t.stride() for t in results]
+    return "\n".join(code)

@@ -23,7 +23,7 @@ import torch.distributed._functional_collectives as funcol
 from symm_cp.inductor.options import Options
 from symm_cp.ranks import positive
 from symm_cp.testing import RankError, Ranks
-from tests.inductor.graphs import gather, run, scatter, through_passes
+from tests.inductor.graphs import compare, draw, gather, scatter, through_passes
 
 Tensors = list[torch.Tensor]
 #: Takes the group, None on meta tensors, and the operands.
@@ -197,21 +197,12 @@ def refused(fn: Any, inputs: Tensors) -> bool:
 def check(group: dist.ProcessGroup, seed: int) -> int:
     """Compares a compiled program with eager mode; returns the number of fused collectives."""
     program = drawn(seed, group.size())
-    generator = torch.Generator().manual_seed(torch.initial_seed() + seed + group.rank())
-    inputs = [
-        torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_(program.grad)
-        for s in program.inputs
-    ]
+    seeds = torch.initial_seed() + seed
+    inputs = draw(group, seeds, *program.inputs, requires_grad=program.grad)
     fn = program_of(program, group)
-    results, grads = run(fn, inputs)
-    compiled = through_passes(fn, inputs, Options())
+    # Products of different shapes round differently, and casts to float32 magnify that.
     narrow = any(step.startswith("narrow") for step in program.text)
-    for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-        assert got.shape == want.shape
-        # Products of different shapes round differently, and casts to float32 magnify that.
-        size = float(want.abs().max()) if want.numel() else 0.0
-        atol = (1e-4 if narrow else 1e-11) * max(1.0, size)
-        torch.testing.assert_close(got, want, rtol=0.0, atol=atol)
+    compiled = compare(fn, inputs, within=1e-4 if narrow else 1e-11)
     left = [d for d in compiled.report.left if not d.runs_as]
     ran = [op for op in compiled.ops if "_c10d_functional" in op and "wait" not in op]
     assert len(ran) == len(left), (ran, str(compiled.report))

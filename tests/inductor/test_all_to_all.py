@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -16,7 +15,7 @@ import symm_cp
 from symm_cp.inductor.options import Options
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, in_turns, some
-from tests.inductor.graphs import run, through_passes
+from tests.inductor.graphs import compare, compare_code, run, through_passes, without_kernels
 from tests.inductor.ulysses_graphs import OTHERS, PROGRAMS, D, E, Ordered, functional_to_heads
 
 B, s = 2, 3
@@ -94,11 +93,7 @@ def in_any_order(group: dist.ProcessGroup, seed: int) -> None:
         )
         shapes = (B, s, D), (W * h * e, D), (4, W * h * e)
         inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-        fn = functools.partial(program, group)
-        results, grads = run(fn, inputs)
-        compiled = through_passes(fn, inputs, Options())
-        for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-            torch.testing.assert_close(got, want, msg=str(program))
+        compiled = compare(functools.partial(program, group), inputs)
         # In the backward pass a gradient may be a product with features as rows: not fused.
         fused = [decision.fused_into for decision in compiled.report.decisions]
         assert fused[:2] == ["project_to_heads", "project_from_heads"], (program, fused)
@@ -115,7 +110,7 @@ def lengths(group: dist.ProcessGroup) -> None:
     program = functools.partial(PROGRAMS["scatter and gather"], group)
     weights = whole_inputs(group.size(), False, True)[1:]
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True, fallback_by_default=True):
+    with without_kernels():
         compiled = torch.compile(program, options=symm_cp.inductor.compile_options())
         for length in (3, 5):
             x = torch.randn(B, length, D, dtype=torch.float64, requires_grad=True)
@@ -166,11 +161,7 @@ def stays(group: dist.ProcessGroup) -> None:
         last = 3 if fn.__name__ in ("positions", "ranks_inside", "summed") else 2
         for unused in inputs[last:]:
             unused.requires_grad_(False)
-        program = functools.partial(fn, group)
-        results, grads = run(program, inputs)
-        compiled = through_passes(program, inputs, Options())
-        for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-            torch.testing.assert_close(got, want, msg=fn.__name__)
+        compiled = compare(functools.partial(fn, group), inputs)
         first = compiled.report.decisions[0]
         assert first.fused_into is None, (fn.__name__, str(compiled.report))
         assert first.critical, fn.__name__
@@ -190,12 +181,10 @@ def apart(group: dist.ProcessGroup) -> None:
         return heads.contiguous(), heads.transpose(1, 2).contiguous(), heads.exp()
 
     inputs = [torch.randn(2, 3, D), torch.randn(4 * E, D)]
-    expected, _ = run(two, inputs)
-    compiled = through_passes(two, inputs, Options())
+    compiled = compare(two, inputs)
     assert [d.fused_into for d in compiled.report.decisions] == ["project_to_heads"]
-    torch.testing.assert_close(compiled.results, expected)
     compiled.results[0].zero_()
-    torch.testing.assert_close(compiled.results[1:], expected[1:])
+    torch.testing.assert_close(compiled.results[1:], run(two, inputs)[0][1:])
 
 
 def test_results_do_not_share_memory(ranks: Ranks) -> None:
@@ -232,7 +221,7 @@ def into_arguments(group: dist.ProcessGroup) -> None:
         report = symm_cp.inductor.explain(fn, *(tensor.clone() for tensor in inputs))
         assert [d.fused_into for d in report.decisions] == [fused], str(report)
         torch._dynamo.reset()
-        with inductor_config.patch(force_disable_caches=True, fallback_by_default=True):
+        with without_kernels():
             options = symm_cp.inductor.compile_options()
             got = torch.compile(fn, options=options)(*inputs)
         torch.testing.assert_close([got, *inputs], [*want, *changed])
@@ -271,19 +260,11 @@ def compiles(group: dist.ProcessGroup) -> None:
         whole = whole_inputs(group.size(), program.rows_first, True)
         inputs = [part(whole[0], group, program.rows_first).requires_grad_(), *whole[1:]]
         fn = functools.partial(program, group)
-        results, grads = run(fn, inputs)
-        torch._dynamo.reset()
-        # torch's own kernels, which take no minute to compile
-        with inductor_config.patch(force_disable_caches=True, fallback_by_default=True):
-            options = symm_cp.inductor.compile_options()
-            got, got_grads = run(torch.compile(fn, options=options), inputs)
-        for after, before in zip([*got, *got_grads], [*results, *grads], strict=True):
-            torch.testing.assert_close(after, before)
-            assert after.stride() == before.stride()
+        compare_code(fn, inputs)
         report = symm_cp.inductor.explain(fn, *inputs)
         assert len(report.fused) == 8, str(report)
-        assert "fused into project_to_heads: with the projections next to it" in report.text()
-        assert "fused into project_from_heads: with the projections next to it" in report.text()
+        for op in ("project_to_heads", "project_from_heads"):
+            assert f"fused into {op}: with the projections next to it" in report.text()
 
 
 @pytest.mark.exhaustive

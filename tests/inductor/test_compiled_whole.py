@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import transformers
 from torch import nn
@@ -20,6 +19,7 @@ from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive
+from tests.inductor.graphs import without_kernels
 from tests.integrations.common import causal_batch, check_client
 from tests.integrations.decoders import CLIENTS
 from tests.integrations.test_compiled import compilable, decoder_layers
@@ -76,8 +76,7 @@ def split_over_ranks(
         expected = alone(tokens, labels=tokens, use_cache=False)
         expected.loss.backward()
         compile_parts(model, per)
-        plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
-        with plain, inductor.enable(strict=True), recording() as report:
+        with without_kernels(), inductor.enable(strict=True), recording() as report:
             out = model(tokens, labels=tokens, use_cache=False)
             out.loss.backward()
         # The rotary embedding and the norms of transformers are computed in float32.
@@ -129,9 +128,8 @@ def spread(group: dist.ProcessGroup, name: str, per: str, checkpointed: bool) ->
             model.train()
         compile_parts(model, per)
 
-    plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
     allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=checkpointed)
-    with plain, allowed, inductor.enable(strict=True), recording() as report:
+    with without_kernels(), allowed, inductor.enable(strict=True), recording() as report:
         # Recomputation is in float32, without the modes of the forward pass.
         tolerance = client.tolerance if checkpointed else None
         check_client(group, client, causal_batch(48), prepare=prepare, tolerance=tolerance)

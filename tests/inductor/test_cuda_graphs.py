@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from symm_cp.inductor.decisions import recording
+from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import fuse_post_grad
 from symm_cp.testing import Ranks
@@ -129,3 +130,27 @@ def test_graphs_on_cuda_run_our_kernels(ranks: Ranks) -> None:
 
 def test_what_gpus_cannot_fuse_is_left_alone(ranks: Ranks) -> None:
     ranks.run(_W, leaves_alone)
+
+
+def hides(group: dist.ProcessGroup) -> None:
+    """A collective is hidden behind independent work, if there is enough."""
+
+    def program(size: int) -> Any:
+        x, a = torch.empty(1024, 1024), torch.empty(size, size)
+        return funcol.all_gather_tensor(x, 0, group), a @ a
+
+    for size, enough in ((8192, True), (512, False)):
+        graph = on_cuda(lambda: program(size)).graph  # noqa: B023
+        with recording() as report:
+            sink_collectives(graph, Options(low_contention=True, min_bytes=1024))
+        (decision,) = report.decisions
+        order = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        # torch's op would run torch's kernel, which moves the bytes with multiprocessors.
+        assert ("symm_mem._low_contention_all_gather_split.default" in order) == enough
+        assert ("too little independent work" in decision.reason) != enough
+        waited = next(place for place, op in enumerate(order) if "wait_tensor" in op)
+        assert (order.index("aten.mm.default") < waited) == enough
+
+
+def test_low_contention(ranks: Ranks) -> None:
+    ranks.run(_W, hides)

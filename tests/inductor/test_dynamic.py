@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_tensor_autograd as gather
@@ -14,7 +13,7 @@ from symm_cp import inductor
 from symm_cp.inductor.decisions import recording
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive
-from tests.inductor.graphs import AG, RS, run
+from tests.inductor.graphs import AG, RS, close, run, without_kernels
 
 
 def lengths(group: dist.ProcessGroup) -> None:
@@ -44,26 +43,20 @@ def lengths(group: dist.ProcessGroup) -> None:
 def compiled_once(group: dist.ProcessGroup) -> None:
     up, down = ((torch.randn(shape) * 0.1).requires_grad_() for shape in ((16, 24), (24, 16)))
 
-    def block(x: torch.Tensor) -> torch.Tensor:
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return scatter(gather(x, 0, group).matmul(up).relu() @ down, "sum", 0, group)
 
     torch._dynamo.reset()
-    plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
     compiled = torch.compile(block, fullgraph=True)
-    with plain, inductor.enable(strict=True), recording() as report:
+    with without_kernels(), inductor.enable(strict=True), recording() as report:
         for number, rows in enumerate((3, 5, 8)):
             x = torch.randn(rows, 16, requires_grad=True)
             torch._dynamo.mark_dynamic(x, 0)
+            inputs = (x, up, down)
             with torch._dynamo.config.patch(error_on_recompile=number > 0):
-                out = compiled(x)
-            expected = block(x)
-            torch.testing.assert_close(out, expected)
-            inputs, weights = (x, up, down), torch.randn(rows, 16)
-            grads = torch.autograd.grad(out, inputs, weights)
-            for got, want in zip(
-                grads, torch.autograd.grad(expected, inputs, weights), strict=True
-            ):
-                torch.testing.assert_close(got, want)
+                found, grads = run(compiled, inputs)
+            expected = run(block, inputs)
+            close([*found, *grads], [*expected[0], *expected[1]])
     names = sorted(str(decision.fused_into) for decision in report.decisions)
     assert names == [AG, AG, RS, RS], report  # one graph for each pass
 
@@ -87,11 +80,9 @@ def in_buckets(group: dist.ProcessGroup) -> None:
     results, grads = run(layers, inputs)
     torch._dynamo.reset()
     buckets = {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters")}
-    plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True, **buckets)
-    with plain, inductor.enable(), recording() as report:
+    with without_kernels(**buckets), inductor.enable(), recording() as report:
         found, found_grads = run(torch.compile(layers, fullgraph=True), inputs)
-    for got, want in zip([*found, *found_grads], [*results, *grads], strict=True):
-        torch.testing.assert_close(got, want)
+    close([*found, *found_grads], [*results, *grads])
     assert len(report.left) == 3, report
     assert all("sums over the gathered rows" in left.reason for left in report.left), report
     assert [decision.fused_into for decision in report.fused] == [RS] * 3, report  # of gradients

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.inductor.options import Options
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.inductor import all_reduce_graphs, attention_graphs, matmul_graphs, scaled_graphs
-from tests.inductor.graphs import AG, ATTENTION, RS, GraphCase, gather, run, scatter, through_passes
+from tests.inductor.all_reduce_graphs import InputOfColumns, InRows, reduce
+from tests.inductor.attention_graphs import attend
+from tests.inductor.graphs import (
+    AG,
+    AR,
+    ATTENTION,
+    RS,
+    SUM,
+    Case,
+    compare,
+    draw,
+    draw_seed,
+    gather,
+    scatter,
+)  # fmt: skip
 from tests.inductor.matmul_graphs import block
 
 
-def graphs(W: int) -> dict[str, GraphCase]:
+def graphs(W: int) -> dict[str, Case]:
     """All graphs for W ranks, by name."""
     return {
         **matmul_graphs.graphs(W),
@@ -29,26 +45,15 @@ def graphs(W: int) -> dict[str, GraphCase]:
 
 def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
     graph = graphs(group.size())[name]
-    generator = torch.Generator().manual_seed(seed + group.rank())
-    inputs = [torch.randn(s, dtype=graph.dtype, generator=generator) for s in graph.shapes]
-    for t in inputs:
-        t.requires_grad_(graph.grad)
-
-    def fn(*tensors: torch.Tensor) -> Any:
-        return graph.fn(group, *tensors)
-
-    results, grads = run(fn, inputs)
-    compiled = through_passes(fn, inputs, graph.options)
-    for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-        # Products of different shapes round differently; 16-bit sums do not accumulate in float32.
-        casts = name in ("cast", "narrowed", "all-reduce: cast down")
-        tolerance = {"rtol": 1e-5, "atol": 1e-5} if casts else {}
-        if graph.dtype is torch.bfloat16 or "scaled" in name or "mixed" in name:
-            # A 16-bit term of the sum, and each sum on the way, is rounded by up to 2**-9 of
-            # its size, and both may be larger than the element that they end in.
-            size = float(want.abs().max()) if want.numel() else 0.0
-            tolerance = {"rtol": 0.0, "atol": group.size() * 2.0**-7 * size}
-        torch.testing.assert_close(got, want, **tolerance)
+    inputs = draw(group, seed, *graph.shapes, dtype=graph.dtype, requires_grad=graph.grad)
+    within = None
+    if graph.dtype is torch.bfloat16 or "scaled" in name or "mixed" in name:
+        # A 16-bit term of the sum, and each sum on the way, is rounded by up to 2**-9 of its size,
+        # and both may be larger than the element that they end in.
+        within = group.size() * 2.0**-7
+    elif name in ("cast", "narrowed", "all-reduce: cast down"):
+        within = 1e-5  # products of different shapes round differently
+    compiled = compare(partial(graph.fn, group), inputs, graph.options, within=within)
     fused = [d.fused_into for d in compiled.report.fused]
     assert sorted(map(str, fused)) == sorted(graph.fused) or (
         graph.grad and set(graph.fused) <= set(map(str, fused))
@@ -65,67 +70,55 @@ def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
             assert any(op in ran or (op == RS and "reduce_scatter" in ran) for ran in compiled.ops)
 
 
-def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
-    """The batch size is dynamic; the size of the gathered dimension is static."""
-    generator = torch.Generator().manual_seed(seed + group.rank())
+def column_and_row(group: Any, x: Any, w: Any, u: Any, v: Any, b: Any) -> Any:
+    full = InputOfColumns.apply(x, group)
+    return InRows.apply(F.linear(F.silu(full @ w) * (full @ u), v.mT, b), group)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return attention_graphs.attend(group, q, k, v)
-
-    def feed_forward(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
-        return block(group, x, w, u)
-
-    weights = draw(6, 5), draw(5, 6)
-    cases = [
-        (feed_forward, [(draw(n, 4, 6), *weights) for n in (2, 3, 5)], [AG, AG, RS, RS]),
-        (attention, [tuple(draw(n, 3, 4, 8) for _ in range(3)) for n in (2, 3)], [ATTENTION]),
+def with_dynamic_sizes(group: dist.ProcessGroup, seed: int) -> None:
+    """The size of the batch, or of batch and sequence, is dynamic; gathered dimensions are not."""
+    cases: list[tuple[Any, int, list[Any], list[Any], list[str]]] = [
+        (block, 1, [[(n, 4, 6)] for n in (2, 3, 5)], [(6, 5), (5, 6)], [AG, AG, RS, RS]),
+        (attend, 1, [[(n, 3, 4, 8)] * 3 for n in (2, 3)], [], [ATTENTION]),
+        (column_and_row, 2, [[(2, 4, 6)], [(3, 7, 6)]], [(6, 5), (6, 5), (5, 6), (6,)], [SUM] * 2),
     ]
-    for fn, batches, fused in cases:
-        for inputs in batches:
-            results, grads = run(fn, inputs)
-            for t in inputs[: 1 if fn is feed_forward else 3]:
-                torch._dynamo.mark_dynamic(t, 0)
-            compiled = through_passes(fn, inputs, Options())
-            for got, want in zip(
-                [*compiled.results, *compiled.grads], [*results, *grads], strict=True
-            ):
-                torch.testing.assert_close(got, want)
-            fused_into = sorted(str(d.fused_into) for d in compiled.report.fused)
-            assert fused_into == fused, str(compiled.report)
-            assert not compiled.report.left, str(compiled.report)
+    for fn, dims, batches, weights, fused in cases:
+        for shapes in batches:
+            inputs = draw(group, seed, *shapes, *weights)
+            for t in inputs[: len(shapes)]:
+                torch._dynamo.mark_dynamic(t, list(range(dims)))
+            compiled = compare(partial(fn, group), inputs, Options(strict=True))
+            found = sorted(str(d.fused_into) for d in compiled.report.decisions)
+            assert found == fused, str(compiled.report)
 
 
 @pytest.mark.exhaustive
-def test_dynamic_batch(ranks: Ranks) -> None:
-    ranks.run(2, with_dynamic_batch, int(torch.randint(1 << 30, ())))
+def test_dynamic_sizes(ranks: Ranks) -> None:
+    ranks.run(2, with_dynamic_sizes, draw_seed())
 
 
-def two_groups(group: dist.ProcessGroup, seed: int) -> None:
-    """Rows gathered over one dimension of a mesh, products scattered over the other."""
+def of_a_mesh(group: dist.ProcessGroup, seed: int) -> None:
+    """Rows gathered over a dimension of a mesh, products scattered, or reduced, over the other."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
     a, b = mesh.get_group("a"), mesh.get_group("b")
-    generator = torch.Generator().manual_seed(seed + group.rank())
-    shapes = ((4, 6), (6, 5), (6, 5))
-    inputs = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
-    for t in inputs:
-        t.requires_grad_()
 
-    def fn(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
+    def moved(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
         return scatter(gather(x, 0, a) @ w, 0, b), gather(x, 0, b) @ u
 
-    results, grads = run(fn, inputs)
-    compiled = through_passes(fn, inputs, Options())
-    for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-        torch.testing.assert_close(got, want)
-    names = {a.group_name, b.group_name}
-    assert {d.group for d in compiled.report.fused} == names, str(compiled.report)
+    def reduced(x: torch.Tensor, w: torch.Tensor) -> Any:
+        twice = reduce(reduce(x @ w, a).view(-1), b)
+        return twice, reduce(x @ w * 2, a) + reduce(x @ w.exp(), b)
+
+    report = compare(moved, draw(group, seed, (4, 6), (6, 5), (6, 5))).report
+    assert {d.group for d in report.fused} == {a.group_name, b.group_name}, report
+    inputs = draw(group, seed, (4, 6), (6, 5), requires_grad=False)
+    report = compare(reduced, inputs).report
+    fused = [(d.fused_into, d.group) for d in report.fused]
+    assert fused == [(AR, a.group_name), (AR, b.group_name)], report
 
 
 def test_groups_of_a_mesh_are_told_apart(ranks: Ranks) -> None:
-    ranks.run(4, two_groups, int(torch.randint(1 << 30, ())))
+    ranks.run(4, of_a_mesh, draw_seed())
 
 
 ON_TWO = [(2, name) for name in graphs(2)]
@@ -138,4 +131,4 @@ PLAIN = [(2, name) for name in graphs(2) if name not in all_reduce_graphs.RARE][
 # Each on two ranks, every fourth one on four as well.
 @pytest.mark.parametrize(("world_size", "name"), some(*PLAIN, of=[*ON_TWO, *ON_FOUR[::4]]))
 def test_graph(ranks: Ranks, world_size: int, name: str) -> None:
-    ranks.run(world_size, check, name, int(torch.randint(1 << 30, ())))
+    ranks.run(world_size, check, name, draw_seed())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import symm_cp
 from symm_cp.inductor.options import Options
 from symm_cp.testing import Ranks
-from tests.inductor.graphs import run, through_passes
+from tests.inductor.graphs import compare
 
 D, E = 6, 2
 
@@ -75,20 +75,14 @@ FUSED: dict[str, tuple[str, list[str]]] = {
 
 
 def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
-    torch._dynamo.reset()
     graphs = Graphs(group)
     fn: Callable[..., Any] = getattr(graphs, name)
     # Tensors that are not used have no gradient.
-    inputs = [
-        torch.randn(shape, dtype=torch.float64).requires_grad_(train) for shape in graphs.shapes
-    ]
     used = {"layer": 5, "with_biases": 7, "turned": 3, "of_two_inputs": 3, "used_elsewhere": 2}
-    for t in inputs[used[name] :]:
-        t.requires_grad_(False)
-    results, grads = run(fn, inputs)
-    compiled = through_passes(fn, inputs, Options())
-    for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-        torch.testing.assert_close(got, want)
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in graphs.shapes]
+    for t in inputs[: used[name]]:
+        t.requires_grad_(train)
+    compiled = compare(fn, inputs)
     reason, fused = FUSED[name]
     decisions = compiled.report.decisions
     found = [str(d.fused_into or d.runs_as) for d in decisions]
@@ -100,6 +94,9 @@ def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
         assert "exchange_heads" in found, str(compiled.report)
     if reason:
         assert any(reason in d.reason for d in decisions), str(compiled.report)
+    off = compare(fn, inputs, Options(context_parallel=False)).report
+    assert not off.fused, str(off)
+    assert "exchange_heads" in off.text()
 
 
 @pytest.mark.exhaustive
@@ -107,17 +104,3 @@ def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
 @pytest.mark.parametrize("name", FUSED)
 def test_projections_are_fused(ranks: Ranks, name: str, train: bool) -> None:
     ranks.run(2, check, name, train)
-
-
-def explains(group: dist.ProcessGroup) -> None:
-    graphs = Graphs(group)
-    inputs = [torch.randn(shape) for shape in graphs.shapes]
-    report = symm_cp.inductor.explain(graphs.layer, *inputs)
-    assert "fused into project_to_heads: with the projections next to it" in report.text()
-    with symm_cp.inductor.enable(context_parallel=False):
-        assert "exchange_heads" in symm_cp.inductor.explain(graphs.layer, *inputs).text()
-
-
-@pytest.mark.exhaustive
-def test_explain_lists_them(ranks: Ranks) -> None:
-    ranks.run(2, explains)

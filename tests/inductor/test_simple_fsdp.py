@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
@@ -17,6 +16,7 @@ from symm_cp import inductor
 from symm_cp.inductor.decisions import recording
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
+from tests.inductor.graphs import without_kernels
 
 WIDTH, LAYERS = 16, 2
 
@@ -54,8 +54,7 @@ def trains(group: dist.ProcessGroup, bucketed: bool, seed: int) -> None:
         parametrize.register_parametrization(module, "weight", Gathered(), unsafe=True)
     buckets = {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters")}
     options = buckets if bucketed else {}
-    plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True, **options)
-    with plain, inductor.enable(), recording() as report:
+    with without_kernels(**options), inductor.enable(), recording() as report:
         result = torch.compile(model, fullgraph=True)(batch[group.rank()])
         result.mean().backward()
     torch._dynamo.reset()

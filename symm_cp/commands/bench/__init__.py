@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from symm_cp.parsing import add_json, add_plot
 from symm_cp.ranks import add_rendezvous, counts, positive
@@ -23,9 +21,8 @@ _SHAPES = (
 )
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the command to the subparsers of `symm-cp`. Needs no torch."""
-    parser = commands.add_parser("bench", help=HELP, description=HELP)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp bench`. Needs no torch."""
     add = parser.add_argument
     add("kind", nargs="?", choices=(*DEFAULTS, "all"), default="all", help="(%(default)s)")
     add("--ranks", type=counts, default=[2], help="a list (1,2,4) or doubling numbers (1..16); (2)")
@@ -37,9 +34,3 @@ def add_commands(commands: Any) -> None:
     add_plot(parser)
     add("--rows", type=Path, help=argparse.SUPPRESS)
     add_rendezvous(parser)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code."""
-    code: int = import_module("symm_cp.commands.bench.command").main(args)
-    return code

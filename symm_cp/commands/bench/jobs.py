@@ -27,9 +27,9 @@ FORWARD, BACKWARD, BOTH = "", ", backward", ", both passes"
 
 Call: TypeAlias = Callable[[], Any]
 
-# Renamed in torch 2.13, where the old names warn.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: Renamed in torch 2.13, where the old names warn.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.ProcessGroup]:
@@ -133,7 +133,7 @@ def _tensors(result: Any) -> Sequence[torch.Tensor]:
 def gathered(group: dist.ProcessGroup, shard: torch.Tensor) -> torch.Tensor:
     """Returns all ranks' shards, concatenated along the first dimension."""
     out = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
-    _gather_into(out, shard, group=group)
+    gather_into(out, shard, group=group)
     return out
 
 
@@ -148,7 +148,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         part = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        _scatter_into(part, grad.contiguous(), group=ctx.group)
+        scatter_into(part, grad.contiguous(), group=ctx.group)
         return part, None
 
 
@@ -159,7 +159,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-        _scatter_into(part, whole, group=group)
+        scatter_into(part, whole, group=group)
         return part
 
     @staticmethod
@@ -198,7 +198,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Case
         kept = torch.empty_like(full)
 
         def run() -> torch.Tensor:
-            _gather_into(kept, x, group=group)
+            gather_into(kept, x, group=group)
             return kept @ weight
 
         return run
@@ -226,7 +226,7 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Cas
         kept = x.new_empty(rows, columns)
 
         def run() -> torch.Tensor:
-            _scatter_into(kept, x @ weight, group=group)
+            scatter_into(kept, x @ weight, group=group)
             return kept
 
         return run
@@ -310,7 +310,7 @@ def attention(
                 parts = [_Gather.apply(t, over) for t in (k, v)]
             else:
                 for into, shard in zip(kept, (k, v), strict=True):
-                    _gather_into(into, shard, group=over)
+                    gather_into(into, shard, group=over)
             by_rank = (part.view(W, *k.shape) for part in parts)
             return attend(*(part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in by_rank))
 
@@ -365,7 +365,7 @@ def all_gather(setting: Setting, nbytes: int) -> Case:
 
     def unfused(group: dist.ProcessGroup) -> Call:
         out = torch.empty_like(full)
-        return lambda: (_gather_into(out, x, group=group), out)[1]
+        return lambda: (gather_into(out, x, group=group), out)[1]
 
     wait = torch.ops._c10d_functional.wait_tensor.default
     op = torch.ops.symm_mem._low_contention_all_gather.default
@@ -380,7 +380,7 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Case:
 
     def unfused(group: dist.ProcessGroup) -> Call:
         part = torch.empty_like(out)
-        return lambda: (_scatter_into(part, x, group=group), part)[1]
+        return lambda: (scatter_into(part, x, group=group), part)[1]
 
     op, name = torch.ops.symm_mem.reduce_scatter_out.default, setting.group.group_name
     return _collective(

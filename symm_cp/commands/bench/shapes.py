@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 from symm_cp.commands.bench import jobs
 from symm_cp.commands.bench.jobs import Setting
-from symm_cp.commands.bench.models import MODELS
 from symm_cp.commands.harness.measure import Case
 
 #: Makes a case.
 Job: TypeAlias = Callable[[Setting], Case]
 
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder with grouped-query attention and a gated feed-forward layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+
+
+#: Sources: the models' configurations as published by Meta (Llama 3) and Alibaba (Qwen 3).
+MODELS = {
+    "llama3-8b": Model(4096, 32, 8, 128, 14336),
+    "llama3-70b": Model(8192, 64, 8, 128, 28672),
+    "qwen3-32b": Model(5120, 64, 8, 128, 25600),
+}
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -66,8 +83,8 @@ def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Job]:
             yield partial(make, rows=rows, inner=inner, columns=columns)
         return
     rows = _split("tokens", tokens, ranks)
-    query = _split(f"{shape}, query features", model.query, ranks)
-    shared = _split(f"{shape}, key features", model.shared, ranks)
+    query = _split(f"{shape}, query features", model.heads * model.head_dim, ranks)
+    shared = _split(f"{shape}, key features", model.kv_heads * model.head_dim, ranks)
     feed = _split(f"{shape}, feed-forward features", model.feed_forward, ranks)
     for make, inner, columns in (
         (jobs.gather_matmul, model.hidden, query + 2 * shared),

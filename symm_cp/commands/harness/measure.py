@@ -61,10 +61,7 @@ class Case:
     repetitions: int = 0  # 0: the number that fits into the time of `measure`
     inner: int = 1  # calls in one timing; 0: the number that takes a variant about a millisecond
     most: int = 60  # the most repetitions if `repetitions` is 0
-    # Called before and after a timing; with `host` only before, to time how long the host takes to
-    # enqueue the work.
-    synchronize: Callable[[], object] = lambda: None
-    host: bool = False
+    synchronize: Callable[[], object] = lambda: None  # called before and after a timing
     #: Variants with more threads than a rank has; a pause follows, so that they disturb no other.
     threaded: Collection[str] = ()
     #: Computes notes from the measured row.
@@ -181,8 +178,7 @@ def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None], in
     start = time.perf_counter()
     for _ in range(inner):
         run()
-    if not case.host:
-        case.synchronize()
+    case.synchronize()
     return (time.perf_counter() - start) / inner
 
 

@@ -16,16 +16,16 @@ from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
+    OnRank,
     call_signature,
     check_dim,
     check_reduce_op,
     count_attention_run,
     gather_split,
-    group_of,
+    kernel_and_fake,
     scatter_split,
     uneven_of,
     uneven_parts,
-    world_size_of,
 )
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
@@ -51,7 +51,8 @@ def _check(key: torch.Tensor, value: torch.Tensor, seq_dim: int) -> int:
     return dim
 
 
-def _gather_kernel(
+def _gather(
+    place: OnRank,
     key: torch.Tensor,
     value: torch.Tensor,
     seq_dim: int,
@@ -59,18 +60,21 @@ def _gather_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    count_attention_run()
-    group = group_of(group_name, rank)
+    group = place.group
+    if group is not None:
+        count_attention_run()
     dim = _check(key, value, seq_dim)
-    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
-    keys, values = (new_result(t, split.whole_shape(t.shape)) for t in (key, value))
-
-    name = call_signature(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
-    runtime.run(GatherIntoCall(group, [key, value], [keys, values], split, name))
+    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, place.rank, place.world_size)
+    new = torch.Tensor.new_empty if group is None else new_result
+    keys, values = (new(t, split.whole_shape(t.shape)) for t in (key, value))
+    if group is not None:
+        name = call_signature(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
+        runtime.run(GatherIntoCall(group, [key, value], [keys, values], split, name))
     return keys, values
 
 
-def _scatter_kernel(
+def _scatter(
+    place: OnRank,
     grad_key: torch.Tensor,
     grad_value: torch.Tensor,
     seq_dim: int,
@@ -78,12 +82,14 @@ def _scatter_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = group_of(group_name, rank)
-    dim = _check(grad_key, grad_value, seq_dim)
+    dim, grads = _check(grad_key, grad_value, seq_dim), (grad_key, grad_value)
     length = grad_key.shape[dim]
-    split = scatter_split(_SCATTER, "seq_dim", dim, length, sizes, group.world_size)
+    split = scatter_split(_SCATTER, "seq_dim", dim, length, sizes, place.world_size)
+    group = place.group
+    if group is None:
+        key, value = (t.new_empty(split.shape_of(place.rank, t.shape)) for t in grads)
+        return key, value
     check_reduce_op(_SCATTER, "grad_key", grad_key.dtype)
-    grads = (grad_key, grad_value)
 
     def parts_of(rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
         shapes = [split.shape_of(rank, grad.shape) for grad in grads]
@@ -108,33 +114,8 @@ def _scatter_kernel(
     return copied(key), copied(value)
 
 
-def _gather_fake(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seq_dim: int,
-    group_name: str,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dim = _check(key, value, seq_dim)
-    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, rank, world_size_of(group_name))
-    keys, values = (t.new_empty(split.whole_shape(t.shape)) for t in (key, value))
-    return keys, values
-
-
-def _scatter_fake(
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    seq_dim: int,
-    group_name: str,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dim = _check(grad_key, grad_value, seq_dim)
-    world_size = world_size_of(group_name)
-    split = scatter_split(_SCATTER, "seq_dim", dim, grad_key.shape[dim], sizes, world_size)
-    key, value = (t.new_empty(split.shape_of(rank or 0, t.shape)) for t in (grad_key, grad_value))
-    return key, value
+_gather_kernel, _gather_fake = kernel_and_fake(_gather)
+_scatter_kernel, _scatter_fake = kernel_and_fake(_scatter)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,33 @@ FREE = {"key": 2, "value": 2, "mask": 3, "key_positions": 0, "first_query": None
 # lets a fast rank begin its next queries while its peers are still behind.
 _CHUNK_BYTES = 2 << 20
 
-#: `key_positions`, `first_query` and `window_left`.
-Places: TypeAlias = tuple[torch.Tensor | None, int | None, int | None]
+#: The fields of `Options`, in a schema.
+OPTIONS = (
+    "Tensor? mask=None, Tensor? key_positions=None, SymInt? first_query=None, "
+    "SymInt? window_left=None, float? scale=None, float? softcap=None, Tensor? sinks=None"
+)
+
+
+class Options(NamedTuple):
+    """The arguments behind the group's name."""
+
+    mask: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
+    first_query: int | None = None
+    window_left: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def scoring(self, query: torch.Tensor) -> Scoring:
+        """Returns how scores follow from products."""
+        return Scoring(scale=factor_of(query, self.scale), softcap=self.softcap)
+
+    def text(self, *more: object) -> str:
+        """Returns what the ranks compare; plans put in the `first_query` of each call."""
+        first = "" if self.first_query is None else f"first_query={self.first_query} "
+        details = self.window_left, self.scale, self.softcap, self.sinks is not None
+        return f"{first}{(*more, *details)}"
 
 
 def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
@@ -62,13 +87,8 @@ def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> N
         raise ValueError(f"{_OP}: mask is on {mask.device} and query on {query.device}")
 
 
-def _check_positions(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor | None,
-    first_query: int | None,
-    window_left: int | None,
-) -> None:
+def _check_positions(query: torch.Tensor, key: torch.Tensor, options: Options) -> None:
+    _, positions, first_query, window_left, *_ = options
     if (positions is None) != (first_query is None):
         raise ValueError(
             f"{_OP}: key_positions and first_query={first_query} must be given together"
@@ -102,15 +122,7 @@ def _check_sinks(query: torch.Tensor, sinks: torch.Tensor) -> None:
 
 
 def check_arguments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    first_query: int | None,
-    window_left: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> None:
     """Raises `ValueError` or `TypeError` for arguments that do not fit."""
     check_tensors(_OP, query, key, value, enable_gqa=True)
@@ -118,13 +130,14 @@ def check_arguments(
         raise ValueError(
             f"{_OP}: query {list(query.shape)} and value {list(value.shape)} must have features"
         )
-    if mask is not None:
-        _check_mask(query, key, mask)
-    _check_positions(query, key, key_positions, first_query, window_left)
+    if options.mask is not None:
+        _check_mask(query, key, options.mask)
+    _check_positions(query, key, options)
+    softcap = options.softcap
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"{_OP}: {softcap=} must be positive and finite; None is no cap")
-    if sinks is not None:
-        _check_sinks(query, sinks)
+    if options.sinks is not None:
+        _check_sinks(query, options.sinks)
 
 
 def _check_no_gradient(mask: torch.Tensor | None) -> None:
@@ -138,28 +151,21 @@ def _spread_cache_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     group_name: str,
-    mask: torch.Tensor | None = None,
-    key_positions: torch.Tensor | None = None,
-    first_query: int | None = None,
-    window_left: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    places = key_positions, first_query, window_left
-    check_arguments(query, key, value, mask, *places, softcap, sinks)
+    options = Options(*given)
+    check_arguments(query, key, value, options)
     group = place.group
     if group is None:
         shape = (*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
         return query.new_empty(shape), lse
     count_attention_run()
-    scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
-    details = (window_left, scale, softcap, sinks is not None)
-    name = _name(query, key, value, first_query_text(first_query) + str(details))
+    details = f"{options.text()} heads={key.shape[1]} features={value.shape[3]}"
+    name = name_of(_OP, query.dtype, query.shape, details)
     merged, ranks = Merged(query, query.shape[1], value.shape[3]), group.world_size
     for begin, rows in _chunks(query, value):
-        work = partial(attend, query, key, value, mask, places, scoring, begin, rows)
+        work = partial(attend, query, key, value, options, begin, rows)
         packed = traced(group, "produce", name, work)
         parts = packed.unsqueeze(0)
         if ranks > 1:
@@ -169,7 +175,7 @@ def _spread_cache_attention(
         with exchanged():
             merged.add(parts, begin)
     with exchanged():
-        merged.add_sinks(sinks)
+        merged.add_sinks(options.sinks)
         return merged.result()
 
 
@@ -182,23 +188,9 @@ def _chunks(query: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[int, int
         yield begin, min(most, S - begin)
 
 
-def first_query_text(first_query: int | None) -> str:
-    """Returns what the ranks compare of `first_query`; plans put in the number of each call."""
-    return "" if first_query is None else f"{first_query=} "
-
-
-def _name(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, details: str) -> bytes:
-    text = f"{details} heads={key.shape[1]} features={value.shape[3]}"
-    return name_of(_OP, query.dtype, query.shape, text)
-
-
-def _visible(
-    query: torch.Tensor,
-    positions: torch.Tensor | None,
-    first_query: int | None,
-    window_left: int | None,
-) -> torch.Tensor | None:
+def _visible(query: torch.Tensor, options: Options) -> torch.Tensor | None:
     """Which keys the queries see by position, (S, K); None: all."""
+    _, positions, first_query, window_left, *_ = options
     if positions is None or first_query is None:
         return None
     rows = torch.arange(first_query, first_query + query.shape[2], device=query.device)
@@ -207,15 +199,9 @@ def _visible(
     return visible if window_left is None else visible & (behind <= window_left)
 
 
-def additive_mask(
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    first_query: int | None,
-    window_left: int | None,
-) -> torch.Tensor | None:
+def additive_mask(query: torch.Tensor, options: Options) -> torch.Tensor | None:
     """Combines the mask and the positions into one additive mask; None if there is neither."""
-    visible = _visible(query, positions, first_query, window_left)
+    mask, visible = options.mask, _visible(query, options)
     if mask is None and visible is None:
         return None
     if mask is None or visible is None or mask.dtype == torch.bool:
@@ -229,9 +215,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
-    places: Places,
-    scoring: Scoring,
+    options: Options,
     begin: int = 0,
     rows: int | None = None,
 ) -> torch.Tensor:
@@ -240,20 +224,21 @@ def attend(
     Returns (B, H, rows, V + 1), the log-sum-exp after the features.
     """
     rows = query.shape[2] if rows is None else rows
+    scoring, positions = options.scoring(query), options.key_positions
     dtype, features = wide(query.dtype), value.shape[3]
     packed = new_result(query, (*query.shape[:2], rows, features + 1), dtype)
     out, lse = packed[..., :features], packed[..., features]
     if query.device.type == "cpu":
         torch.ops.symm_cp.attend_to_part(
-            query, key, value, mask, *places, scoring.scale, scoring.softcap, begin, out, lse
+            query, key, value, *options[:4], scoring.scale, scoring.softcap, begin, out, lse
         )
         return packed
-    if places[0] is not None and bool((places[0].diff() <= 0).any()):
+    if positions is not None and bool((positions.diff() <= 0).any()):
         raise ValueError(f"{_OP}: key_positions must ascend")
     out.zero_()
     lse.fill_(-torch.inf)
     if query.numel() > 0 and key.shape[2] > 0:
-        tile_mask = TileMask(mask=additive_mask(query, mask, *places))
+        tile_mask = TileMask(mask=additive_mask(query, options))
         query, key, value = (dense_features(tensor) for tensor in (query, key, value))
         native_tiles.attend(query, key, value, scoring, tile_mask, out, lse)
     return packed
@@ -301,9 +286,7 @@ declare(
         name=_OP,
         types=cache_types,
         schema=(
-            "(Tensor query, Tensor key, Tensor value, str group_name, Tensor? mask=None, "
-            "Tensor? key_positions=None, SymInt? first_query=None, SymInt? window_left=None, "
-            "float? scale=None, float? softcap=None, Tensor? sinks=None)"
+            f"(Tensor query, Tensor key, Tensor value, str group_name, {OPTIONS})"
             " -> (Tensor out, Tensor logsumexp)"
         ),
         kernel=_kernel,

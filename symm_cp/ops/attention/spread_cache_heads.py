@@ -9,21 +9,23 @@ replicated, keys and values vary in K; the gradients of query and sinks are part
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import native_tiles
-from symm_cp.ops.attention.kernels import factor_of
-from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.ops.attention.scoring import Gradients, TileMask
 from symm_cp.ops.attention.spread_cache import (
     FREE,
+    OPTIONS,
     SCATTERED,
     Merged,
+    Options,
     additive_mask,
     attend,
     cache_types,
     check_arguments,
-    first_query_text,
 )
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.ops.call import Call
@@ -34,27 +36,12 @@ from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
 _BACKWARD = f"_{SCATTERED}_backward"
-_OPTIONS = (
-    "Tensor? mask=None, Tensor? key_positions=None, SymInt? first_query=None, "
-    "SymInt? window_left=None, float? scale=None, float? softcap=None, Tensor? sinks=None"
-)
 
 
 def _check(
-    ranks: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    key_positions: torch.Tensor | None = None,
-    first_query: int | None = None,
-    window_left: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    ranks: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any
 ) -> None:
-    places = key_positions, first_query, window_left
-    check_arguments(query, key, value, mask, *places, softcap, sinks)
+    check_arguments(query, key, value, Options(*given))
     if query.shape[1] % ranks:
         raise ValueError(
             f"spread_cache_attention: query has {query.shape[1]} heads, which is not divisible by "
@@ -72,7 +59,7 @@ def _fake(
 
 
 @own_op(
-    f"{SCATTERED}(Tensor query, Tensor key, Tensor value, str group_name, {_OPTIONS})"
+    f"{SCATTERED}(Tensor query, Tensor key, Tensor value, str group_name, {OPTIONS})"
     " -> (Tensor out, Tensor logsumexp)",
     check=_check,
     fake=_fake,
@@ -83,23 +70,12 @@ def _fake(
     free=FREE,
 )
 def _attention(
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    key_positions: torch.Tensor | None = None,
-    first_query: int | None = None,
-    window_left: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count_attention_run()
-    scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
-    packed = attend(query, key, value, mask, (key_positions, first_query, window_left), scoring)
-    details = (key.shape[1], window_left, scale, softcap, sinks is not None)
-    call.agree(first_query_text(first_query) + str(details))
+    options = Options(*given)
+    packed, sinks = attend(query, key, value, options), options.sinks
+    call.agree(options.text(key.shape[1]))
     by_rank = packed.unflatten(1, (call.world_size, -1)).movedim(1, 0)
     arrived = call.all_to_all(by_rank)
     heads = arrived.shape[2]
@@ -118,9 +94,9 @@ def _check_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
-    *options: object,
+    *given: Any,
 ) -> None:
-    _check(ranks, query, key, value, *options)  # type: ignore[arg-type]
+    _check(ranks, query, key, value, *given)
     B, H, S, _ = query.shape
     shape = [B, H // ranks, S]
     saved = ("out", out, query.dtype), ("logsumexp", logsumexp, wide(query.dtype))
@@ -149,16 +125,16 @@ def _fake_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     group_name: str,
-    *options: object,
+    *given: Any,
 ) -> tuple[torch.Tensor, ...]:
-    sinks = options[6] if len(options) > 6 else None
-    like = sinks if isinstance(sinks, torch.Tensor) else query.new_empty(0)
+    sinks = Options(*given).sinks
+    like = query.new_empty(0) if sinks is None else sinks
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value, like))
 
 
 @own_op(
     f"{_BACKWARD}(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
-    f"Tensor out, Tensor logsumexp, str group_name, {_OPTIONS})"
+    f"Tensor out, Tensor logsumexp, str group_name, {OPTIONS})"
     " -> (Tensor query, Tensor key, Tensor value, Tensor sinks)",
     check=_check_backward,
     fake=_fake_backward,
@@ -180,22 +156,16 @@ def _attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    key_positions: torch.Tensor | None = None,
-    first_query: int | None = None,
-    window_left: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    *given: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Gathers what the gradients of all heads need; each rank attends to its own keys again."""
+    options, of_sinks = Options(*given), query.new_empty(0)
     inner = native_tiles.inner_products(grad_out, out, grad_logsumexp)
     statistics = torch.stack([logsumexp, inner], -1)
     whole = call.all_gather(torch.cat([grad_out.to(inner.dtype), statistics], -1), 1)
     grad, lse, inners = whole[..., :-2], whole[..., -2], whole[..., -1]
     grads = Gradients(*(new_result(t, t.shape, lse.dtype).zero_() for t in (query, key, value)))
     if query.numel() > 0 and key.shape[2] > 0:
-        visible = additive_mask(query, mask, key_positions, first_query, window_left)
         q, k, v = (dense_features(tensor) for tensor in (query, key, value))
         native_tiles.add_gradients(
             grad.to(query.dtype).contiguous(),
@@ -204,11 +174,11 @@ def _attention_backward(
             v,
             lse.masked_fill(lse == -torch.inf, torch.inf),
             inners.contiguous(),
-            Scoring(scale=factor_of(query, scale), softcap=softcap),
-            TileMask(mask=visible),
+            options.scoring(query),
+            TileMask(mask=additive_mask(query, options)),
             grads,
         )
-    of_sinks = query.new_empty(0)
+    sinks = options.sinks
     if sinks is not None:
         heads, first = logsumexp.shape[1], call.rank * logsumexp.shape[1]
         weights = torch.exp(sinks.narrow(0, first, heads)[None, :, None] - logsumexp)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -61,14 +60,20 @@ def _weight_grad(
         detail = f"gather_dim={split.dim}"
         name = call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=detail)
         whole = split.whole_shape(x_shard.shape)
+
+        def multiply(rows: torch.Tensor) -> None:
+            for out, grad in zip(outs, grads, strict=True):
+                torch.mm(rows.mH, _rows_like(split, grad), out=out)
+
         if algorithms.at_once(place.group, "weight_grad", x_shard, whole):
             rows = _gathered_rows(place.group, x_shard, split, name)
-            multiply_all = functools.partial(_weight_grads, rows, grads, split, outs)
-            exchange.traced(place.group, "consume", name, multiply_all)
+            exchange.traced(place.group, "consume", name, lambda: multiply(rows))
+            return outs
+        name = algorithms.part_by_part(place.group, x_shard, name)
+        if by_columns:
+            _weight_grad_columns(place.group, x_shard, grads, split, outs, name)
         else:
-            multiply = _weight_grad_columns if by_columns else _weight_grad_rows
-            name = algorithms.part_by_part(place.group, x_shard, name)
-            multiply(place.group, x_shard, grads, split, outs, name)
+            _weight_grad_rows(place.group, x_shard, grads, split, outs, multiply, name)
     return outs
 
 
@@ -88,11 +93,45 @@ def _rows_like(gathered: Split, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _weight_grads(
-    rows: torch.Tensor, grads: list[torch.Tensor], split: Split, outs: list[torch.Tensor]
+def _gather_front(
+    group: Group,
+    shard: torch.Tensor,
+    front: Split,
+    name: bytes,
+    choice: tuple[str, str],
+    summed: list[torch.Tensor],
+    consume: Callable[[torch.Tensor, int, list[Sum]], None],
+    multiply: Callable[[torch.Tensor], None],
 ) -> None:
-    for out, grad in zip(outs, grads, strict=True):
-        torch.mm(rows.mH, _rows_like(split, grad), out=out)
+    """Gathers dimension 0 whole and multiplies all rows, or consumes each rank's rows.
+
+    `choice` is a question to the measured choices, and its default. `consume` takes the rows, their
+    rank, and the sums that become `summed`.
+    """
+    question, default = choice
+    whole = choose(group, shard.device, question, ALGORITHMS, by_size(default)) == "whole"
+    gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
+    sums = [] if whole else [Sum(out, group.world_size) for out in summed]
+
+    def add(shards: list[torch.Tensor], rank: int) -> None:
+        consume(aligned(shards[0]).flatten(0, -2), rank, sums)
+
+    def multiply_all() -> None:
+        assert gathered is not None
+        multiply(gathered.flatten(0, -2))
+
+    gather = GatherCall(
+        group,
+        [shard],
+        at_last(multiply_all, group) if whole else add,
+        name,
+        shapes=front.shard_shapes(shard),
+        gathered=gathered,
+        split=front,
+    )
+    runtime.run(gather)
+    for total in sums:
+        total.finish()
 
 
 def _new_matrix(
@@ -130,6 +169,7 @@ def _weight_grad_rows(
     grads: list[torch.Tensor],
     split: Split,
     outs: list[torch.Tensor],
+    multiply: Callable[[torch.Tensor], None],
     name: bytes,
 ) -> None:
     """Gathers another dimension: the results are sums over shards."""
@@ -139,32 +179,12 @@ def _weight_grad_rows(
     products = [(inner, rows, count) for count in columns]
     question = algorithms.question("weight_grad", x_shard.dtype, *products)
     default = algorithms.for_gradient(x_shard.device, rows, sum(columns))
-    whole = choose(group, x_shard.device, question, ALGORITHMS, by_size(default)) == "whole"
-    gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
-    sums = [] if whole else [Sum(out, group.world_size) for out in outs]
 
-    def consume(shards: list[torch.Tensor], rank: int) -> None:
-        left = aligned(shards[0]).flatten(0, -2).mH
+    def consume(rows: torch.Tensor, rank: int, sums: list[Sum]) -> None:
         for total, grad in zip(sums, grads, strict=True):
-            total.add_product(left, as_rows(split.of(rank, grad), split.dim))
+            total.add_product(rows.mH, as_rows(split.of(rank, grad), split.dim))
 
-    def multiply() -> None:
-        assert gathered is not None
-        for out, grad in zip(outs, grads, strict=True):
-            torch.mm(gathered.flatten(0, -2).mH, as_rows(grad, split.dim), out=out)
-
-    gather = GatherCall(
-        group,
-        [shard],
-        at_last(multiply, group) if whole else consume,
-        name,
-        shapes=front.shard_shapes(shard),
-        gathered=gathered,
-        split=front,
-    )
-    runtime.run(gather)
-    for total in sums:
-        total.finish()
+    _gather_front(group, shard, front, name, (question, default), outs, consume, multiply)
 
 
 def _backward(
@@ -200,21 +220,24 @@ def _backward(
     by_columns = split.dim == a.dim() - 1
     a_front = a if by_columns else a.movedim(scatter_dim, 0)
     grad_a = new_result(a, a_front.shape) if need_a else None
+
+    def multiply(grads: torch.Tensor) -> None:
+        if grad_a is not None:
+            torch.mm(grads, weight.mH, out=grad_a.flatten(0, -2))
+        if grad_weight is not None:
+            torch.mm(a_front.flatten(0, -2).mH, grads, out=grad_weight)
+
     whole = split.whole_shape(grad_shard.shape)
     if algorithms.at_once(group, "matmul_reduce_scatter_backward", grad_shard, whole):
         grads = _gathered_rows(group, grad_shard, split, name)
-
-        def multiply_all() -> None:
-            if grad_a is not None:
-                torch.mm(grads, weight.mH, out=grad_a.flatten(0, -2))
-            if grad_weight is not None:
-                torch.mm(a_front.flatten(0, -2).mH, grads, out=grad_weight)
-
-        exchange.traced(group, "consume", name, multiply_all)
+        exchange.traced(group, "consume", name, lambda: multiply(grads))
     else:
-        multiply = _backward_columns if by_columns else _backward_rows
+        operands = grad_shard, a_front, weight, split, grad_a, grad_weight
         name = algorithms.part_by_part(group, grad_shard, name)
-        multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight, name)
+        if by_columns:
+            _backward_columns(group, *operands, name)
+        else:
+            _backward_rows(group, *operands, multiply, name)
     for grad in (grad_a, grad_weight):
         if grad is not None and reduce_op == "avg":
             grad.div_(group.world_size)
@@ -261,6 +284,7 @@ def _backward_rows(
     split: Split,
     grad_a: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
+    multiply: Callable[[torch.Tensor], None],
     name: bytes,
 ) -> None:
     """Rows of the product were scattered; `a_front` and `grad_a` have that dimension in front."""
@@ -271,38 +295,16 @@ def _backward_rows(
     products += [(inner, rows, outer)] * (grad_weight is not None)
     question = algorithms.question("matmul_reduce_scatter_backward", shard.dtype, *products)
     for_size = algorithms.for_gather if grad_weight is None else algorithms.for_gradient
-    default = for_size(shard.device, rows, inner)
-    whole = choose(group, shard.device, question, ALGORITHMS, by_size(default)) == "whole"
-    gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
-    sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
+    choice = question, for_size(shard.device, rows, inner)
 
-    def consume(shards: list[torch.Tensor], rank: int) -> None:
-        grad = aligned(shards[0]).flatten(0, -2)
+    def consume(grad: torch.Tensor, rank: int, sums: list[Sum]) -> None:
         if grad_a is not None:
             torch.mm(grad, weight.mH, out=front.of(rank, grad_a).flatten(0, -2))
         for total in sums:
             total.add_product(front.of(rank, a_front).flatten(0, -2).mH, grad)
 
-    def multiply() -> None:
-        assert gathered is not None
-        grad = gathered.flatten(0, -2)
-        if grad_a is not None:
-            torch.mm(grad, weight.mH, out=grad_a.flatten(0, -2))
-        if grad_weight is not None:
-            torch.mm(a_front.flatten(0, -2).mH, grad, out=grad_weight)
-
-    gather = GatherCall(
-        group,
-        [shard],
-        at_last(multiply, group) if whole else consume,
-        name,
-        shapes=front.shard_shapes(shard),
-        gathered=gathered,
-        split=front,
-    )
-    runtime.run(gather)
-    for total in sums:
-        total.finish()
+    summed = [] if grad_weight is None else [grad_weight]
+    _gather_front(group, shard, front, name, choice, summed, consume, multiply)
 
 
 _weight_grad_kernel, _weight_grad_fake = kernel_and_fake(_weight_grad)

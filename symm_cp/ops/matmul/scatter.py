@@ -53,7 +53,6 @@ from symm_cp.tuning import LANES, TILES
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
-SCALED_SCATTER = "fused_scaled_matmul_reduce_scatter"
 
 
 def _check_scatter(

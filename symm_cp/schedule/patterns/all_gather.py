@@ -57,8 +57,7 @@ def _staged(draft: Draft, options: Options) -> None:
     for peer in others:
         shard = draft.shard(peer, options)
         draft.copy(Copy(shard, draft.own("output", peer)))
-    for peer in others:
-        draft.copy(*draft.release(peer, in_place=in_place))
+    draft.copy(*draft.release(*others, in_place=in_place))
     if in_place:
         # The caller may overwrite its tensor after this.
         draft.copy(*draft.waits("done"))

@@ -30,8 +30,7 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.copy(keep, *draft.waits("ready"))
         for peer in others:
             draft.copy(Copy(draft.shard(peer, options), parts[peer]))
-        for peer in others:
-            draft.copy(*draft.release(peer, in_place=in_place))
+        draft.copy(*draft.release(*others, in_place=in_place))
         if in_place:
             # The caller may overwrite its tensor after this.
             draft.copy(*draft.waits("done"))

@@ -107,8 +107,7 @@ def _together(draft: Draft) -> None:
         for peer, place in zip(others, places, strict=True):
             draft.copy(Copy(draft.of(peer, "slot"), place))
         draft.copy(Signal(rank, "pulled"))
-        for peer in others:
-            draft.copy(*draft.release(peer))
+        draft.copy(*draft.release(*others))
     draft.compute(Compute("consume", rank, (draft.own("input"),), (draft.own("output"),)))
     if others:
         draft.compute(Wait(rank, "pulled"))

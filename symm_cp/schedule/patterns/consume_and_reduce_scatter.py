@@ -76,10 +76,7 @@ def _staged(draft: Draft, options: Options) -> None:
         source = (rank - distance) % world_size
         draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
     if others:
-        draft.copy(Signal(rank, "ended"))
-        for peer in others:
-            draft.copy(*draft.release(peer))
-        draft.compute(Wait(rank, "ended"))
+        draft.end_copies()
     draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
 
 
@@ -110,10 +107,7 @@ def _together(draft: Draft) -> None:
         draft.copy(*draft.waits("partial"))
         for source in others:
             draft.copy(Copy(Region(source, "slot", rank), parts[source]))
-        draft.copy(Signal(rank, "ended"))
-        for peer in others:
-            draft.copy(*draft.release(peer))
-        draft.compute(Wait(rank, "ended"))
+        draft.end_copies()
     draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
 
 
@@ -189,8 +183,7 @@ def _staged_ring(draft: Draft) -> None:
             pull(turn + 2)
     if others:
         add(turns - 1)
-    for peer in others:
-        draft.copy(*draft.release(peer))
+    draft.copy(*draft.release(*others))
 
 
 CONSUME_AND_REDUCE_SCATTER = Pattern(

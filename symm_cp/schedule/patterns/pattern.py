@@ -245,9 +245,14 @@ class Draft:
         slot = [Copy(private, self.own("slot"))] if self.peers else []
         self.copy(Wait(self.rank, "copied"), *self.claim_slot(), *slot, *self.signals("ready"))
 
-    def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
-        """Signals that the peer's memory has been read, if the peer waits for that."""
-        return [self.signal(peer, "done")] if in_place or self.slots == 1 else []
+    def release(self, *peers: int, in_place: bool = False) -> list[Step]:
+        """Signals that the memory of peers has been read, if they wait for that."""
+        return [self.signal(p, "done") for p in peers] if in_place or self.slots == 1 else []
+
+    def end_copies(self) -> None:
+        """Makes lane ``"compute"`` wait for the pulls; then releases the peers' memory."""
+        self.copy(Signal(self.rank, "ended"), *self.release(*self.peers))
+        self.compute(Wait(self.rank, "ended"))
 
 
 #: Lists the steps of a rank.

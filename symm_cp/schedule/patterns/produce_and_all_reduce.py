@@ -84,8 +84,7 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
     else:
         _exchange_sums(draft, parts)
-    for peer in others:
-        draft.copy(*draft.release(peer))
+    draft.copy(*draft.release(*others))
 
 
 def _exchange_sums(draft: Draft, parts: tuple[Region, ...]) -> None:

@@ -68,10 +68,7 @@ def _staged(draft: Draft, options: Options) -> None:
         if lane == "compute2":
             draft.join_compute2()
     if others:
-        draft.copy(Signal(rank, "ended"))
-        for peer in others:
-            draft.copy(*draft.release(peer))
-        draft.compute(Wait(rank, "ended"))
+        draft.end_copies()
     draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
 
 

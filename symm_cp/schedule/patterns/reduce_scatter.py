@@ -54,8 +54,7 @@ def _staged(draft: Draft, options: Options) -> None:
     for owner in (rank, *others) if others or in_place else ():
         chunk = Region(owner, draft.shard(owner, options).buffer, rank)
         draft.copy(Copy(chunk, parts[owner]))
-    for peer in others:
-        draft.copy(*draft.release(peer, in_place=in_place))
+    draft.copy(*draft.release(*others, in_place=in_place))
     draft.copy(Compute("reduce", rank, parts, (draft.own("output"),)))
     if in_place:
         # The caller may overwrite its tensor after this.

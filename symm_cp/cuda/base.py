@@ -328,7 +328,8 @@ class DeviceWorkspace(Calls, ABC):
         self.memory, addresses = device.keep(lambda: self.allocate(group, nbytes))
         device.attach()
         self.handle = self._open(group, graph, addresses)
-        weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
+        self._close = weakref.finalize(self, native.load().symm_cp_streams_close, self.handle)
+        self._close.atexit = False
         self.set_single_copies(single=not verdict.batches)
         self.memory[: self.header_bytes].zero_()
         one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
@@ -341,6 +342,11 @@ class DeviceWorkspace(Calls, ABC):
         # it may not be known yet whether kernels of this device reach a peer.
         key = f"cleared/{device.torch_type}/{channel}/{int(graph)}"
         share(group, key, "", seconds=self.patience if trial else None)
+
+    def free(self) -> None:
+        """Frees the memory; may wait for all work on the device. No other call can follow."""
+        self._close()
+        del self.memory
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:

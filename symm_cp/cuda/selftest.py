@@ -22,6 +22,7 @@ import torch
 from symm_cp import env
 from symm_cp.cuda.base import Device, Verdict
 from symm_cp.cuda.trial import ROUNDS, Trial
+from symm_cp.cuda.workspaces import retire
 from symm_cp.group.liveness import PeerLostError, share
 from symm_cp.group.memory import Group, StateKey
 
@@ -90,6 +91,7 @@ class SelfTest:
         else:
             for trial in self.trials:
                 trial.close()
+            retire(*(trial.space for trial in self.trials))
         if self.reasons and self.group.rank == 0:
             warnings.warn(
                 f"symm_cp: on {self.device} in group {self.group.name!r}: {verdict.reason}",

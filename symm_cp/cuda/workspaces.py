@@ -26,7 +26,7 @@ from symm_cp.cuda.base import Device, DeviceWorkspace, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.liveness import share
-from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
+from symm_cp.group.memory import Group, GroupLike, StateKey, calls_paused, resolve
 from symm_cp.native import wire
 
 #: A device, its driver, and a channel.
@@ -87,7 +87,7 @@ class Workspaces:
         retired = list(self.all())
         self.current.clear()
         self.graphs.clear()
-        _retire(*retired)
+        retire(*retired)
 
 
 _WORKSPACES = StateKey("workspaces on devices", Workspaces.clear)
@@ -101,7 +101,8 @@ _holding: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 _all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 
 
-def _retire(*workspaces: DeviceWorkspace) -> None:
+def retire(*workspaces: DeviceWorkspace) -> None:
+    """Frees workspaces as soon as that is possible."""
     native.drop_plans()  # plans keep workspaces
     _retired.extend(workspaces)
     _free_retired()
@@ -111,7 +112,12 @@ def _free_retired() -> None:
     for workspace in [w for w in _holding if w.ended()]:
         workspace.held.clear()
         _holding.discard(workspace)
-    _retired[:] = [w for w in _retired if _must_stay(w)]
+    # Freeing waits for all work on the device: by now none waits for peers, and none may begin to,
+    # since these might wait for this rank meanwhile.
+    with calls_paused() as paused:
+        for workspace in [w for w in _retired if not _must_stay(w)] if paused else ():
+            _retired.remove(workspace)
+            workspace.free()
 
 
 def _must_stay(workspace: DeviceWorkspace) -> bool:
@@ -194,7 +200,7 @@ def _workspace(
     needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
     workspaces.current[key] = _make(group, device, channel, needed, verdict, graph=False)
     if present is not None:
-        _retire(present)
+        retire(present)
     return workspaces.current[key]
 
 
@@ -226,7 +232,7 @@ def _make_for_graphs(
         needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
         kind.free[place : place + 1] = [_make(group, device, channel, needed, verdict, graph=True)]
         if present is not None:
-            _retire(present)
+            retire(present)
 
 
 def _make_shared(

@@ -8,9 +8,7 @@ threads pause at random. Background transfers are begun on one stream, and await
 later, as FSDP's are. The machine is drawn as well, with plans or without. Matrices hold small
 integers, so all results are exact.
 
-With `--grow` the calls make and replace the workspaces instead of `reserve`. A rare hang remains
-there: freeing a replaced workspace waits for the device, while another thread's call may begin to
-wait for a peer that frees one, too.
+With `--grow` the calls make and replace the workspaces instead of `reserve`.
 """
 
 from __future__ import annotations

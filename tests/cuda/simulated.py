@@ -346,7 +346,7 @@ class SimulatedDevice(cuda.Device):
             refuse("cuMemCreate")
         made = SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
         # As torch does before it frees symmetric memory.
-        weakref.finalize(made, self.library.simulated_drain_all).atexit = False
+        weakref.finalize(made.memory, self.library.simulated_drain_all).atexit = False
         return made
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:

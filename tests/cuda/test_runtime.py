@@ -166,6 +166,42 @@ def test_a_workspace_is_freed_when_no_call_waits(ranks: Ranks) -> None:
     ranks.run(2, grown_beside_a_late_peer)
 
 
+def grown_while_a_call_begins(group: dist.ProcessGroup) -> None:
+    """Rank 0's other thread tries to begin a call just before the old workspace is freed."""
+    W, rank = group.size(), group.rank()
+    own, other = dist.new_group(list(range(W))), dist.new_group(list(range(W)))
+    with simulation(patience_ms=5000) as made, ThreadPoolExecutor(1) as pool:
+
+        def call(over: dist.ProcessGroup, height: int) -> None:
+            with made.stream():
+                x = torch.ones(height, 4)
+                out = symm_cp.all_gather_matmul(x, torch.eye(4), gather_dim=0, group=over)
+                assert torch.equal(out, torch.ones(W * height, 4))
+
+        call(own, 2), call(other, 2)  # makes the workspaces
+        found, begun = workspaces._waits, []
+
+        def waits(device: cuda.Device) -> bool:
+            waiting = found(device)
+            if not waiting and not begun:
+                begun.append(pool.submit(call, other, 2))
+                time.sleep(0.3)
+            return waiting
+
+        with unittest.mock.patch.object(workspaces, "_waits", waits if rank == 0 else found):
+            call(own, 4096)
+        assert not workspaces._retired
+        begun = begun or [pool.submit(call, other, 2)]
+        begun[0].result()
+    dist.destroy_process_group(own)
+    dist.destroy_process_group(other)
+
+
+def test_no_call_begins_while_a_workspace_is_freed(ranks: Ranks) -> None:
+    """The peer makes its part of that call later than it needs the freeing rank."""
+    ranks.run(2, grown_while_a_call_begins)
+
+
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
     with simulation(driver_version=13010) as made:
         shard = symmetric(torch.randn(64, 4), group)

@@ -205,15 +205,16 @@ class Machine:
         """
         ended: list[bool] = []
         held = [(function, thread_state())]
+        once = keep is None  # `run` must not hold `keep`, which holds it
         del function
 
         def run() -> None:
             try:
                 if not self.errors:
-                    _call(held, forget=keep is None)
+                    _call(held, forget=once)
             except BaseException as error:
                 self.errors.append(error)
-            held[:] = held if keep is not None else ()
+            held[:] = () if once else held
             ended.append(True)
 
         # The stream calls it later; until then it must not be freed, nor while it returns.

@@ -346,6 +346,8 @@ class DeviceWorkspace(Calls, ABC):
     def free(self) -> None:
         """Frees the memory; may wait for all work on the device. No other call can follow."""
         self._close()
+        self.handle = 0
+        self.held.clear()
         del self.memory
 
     @abstractmethod

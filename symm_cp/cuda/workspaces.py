@@ -117,6 +117,7 @@ def _free_retired() -> None:
     with calls_paused() as paused:
         for workspace in [w for w in _retired if not _must_stay(w)] if paused else ():
             _retired.remove(workspace)
+            _holding.discard(workspace)
             workspace.free()
 
 

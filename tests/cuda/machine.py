@@ -168,8 +168,7 @@ class Machine:
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
             "hold": [number], "queues_for_engine": [pointer],
-            "choose_stream": [pointer], "owner": [ctypes.c_uint64],
-            "last_write": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
+            "choose_stream": [pointer],
         }.items():  # fmt: skip
             with contextlib.suppress(AttributeError):
                 getattr(self.library, f"simulated_{name}").argtypes = types

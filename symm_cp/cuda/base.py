@@ -25,11 +25,12 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -74,6 +75,9 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Makes the current stream wait for it."""
+
+    def query(self) -> bool:
+        """Whether it has ended. Not in a capture."""
 
 
 class Device(ABC):
@@ -123,10 +127,6 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Returns when all work on the device has ended."""
-
-    @abstractmethod
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        """Keeps tensors' memory allocated until the copies issued so far have ended."""
 
     @abstractmethod
     def copies_ended(self, user: str) -> Pending:
@@ -322,6 +322,8 @@ class DeviceWorkspace(Calls, ABC):
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
         self.held: list[torch.Tensor] = []
+        #: Transfers in the background that have not ended, or whose end was not noticed yet.
+        self.transfers: deque[Any] = deque()
         # A function without declared types: checking types would take as long as the call.
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes

@@ -162,11 +162,6 @@ class CudaDevice(Device):
         """Returns when all work on the device has ended."""
         torch.cuda.synchronize(self.torch_device)
 
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        """Keeps tensors' memory allocated until the copies issued so far have ended."""
-        for tensor in tensors:
-            tensor.record_stream(self._side_streams(user)["copy"])
-
     def copies_ended(self, user: str) -> Pending:
         """Returns an event that follows the copies issued so far."""
         event = torch.cuda.Event()

@@ -72,6 +72,10 @@ class _Event:
         self.hold_up(self._device.current_stream())
         self._device.join()
 
+    def query(self) -> bool:
+        """Whether that work has ended."""
+        return int(self._driver.cuEventQuery(self._event)) == 0
+
     def __del__(self) -> None:
         self._driver.cuEventDestroy_v2(self._event)
 
@@ -274,14 +278,6 @@ class SimulatedDevice(cuda.Device):
         if not self.mode.deferred and self.graph is None:
             self.library.simulated_drain(self.current_stream())
             self.machine.raise_errors()
-
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        # Memory here is freed at once: the stream itself keeps it until it is past this point.
-        if self.graph is not None:
-            self.graph.kept.extend(tensors)
-            return
-        held = list(tensors)
-        self.call(self._side("copy", user), held.clear)
 
     def copies_ended(self, user: str) -> Any:
         return _Event(self, self._side("copy", user))

@@ -462,7 +462,8 @@ def test_a_copy_to_memory_that_was_freed_is_found() -> None:
             made.call(side, lambda: may_go_on.wait(10))
             Driver(made.machine).copy(side, target.data_ptr(), source.data_ptr(), 256)
             if kept:
-                made.used_by_copies("sync", target)
+                held = [target]
+                made.call(side, held.clear)
             del target
             # The caller's stream may use the memory again, unless it has to wait for the copy.
             if kept:

@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 import unittest.mock
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -200,6 +201,35 @@ def grown_while_a_call_begins(group: dist.ProcessGroup) -> None:
 def test_no_call_begins_while_a_workspace_is_freed(ranks: Ranks) -> None:
     """The peer makes its part of that call later than it needs the freeing rank."""
     ranks.run(2, grown_while_a_call_begins)
+
+
+def dropped(group: dist.ProcessGroup, plan_at: int) -> None:
+    """Rank 0 drops a result before its peers begin the transfer."""
+    rank, store = group.rank(), dist.distributed_c10d._get_default_store()
+    key = f"rank 0 has dropped it {plan_at}"
+
+    def begin() -> torch.Tensor:
+        return torch.ops.symm_mem._low_contention_all_gather(torch.ones(40, 3), group.group_name)
+
+    with simulation(poison=True, plan_at=plan_at) as made:
+        for _ in range(2):  # makes the workspace, and is recorded
+            wait(begin())
+        if rank != 0:
+            store.wait([key], timedelta(seconds=20))
+        result = weakref.ref(begin())
+        if rank == 0:
+            assert result() is not None
+            store.set(key, "")
+        made.synchronize()
+        wait(begin())
+        assert result() is None
+
+
+@pytest.mark.parametrize("plan_at", [-1, 0])
+def test_a_result_that_is_dropped_stays_until_its_transfer_has_ended(
+    ranks: Ranks, plan_at: int
+) -> None:
+    ranks.run(2, dropped, plan_at)
 
 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:

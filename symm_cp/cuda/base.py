@@ -118,7 +118,8 @@ class Device(ABC):
 
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to a stream, given by the driver's handle."""
-        raise NotImplementedError(f"{self}: has no self-test")
+        with self.using(stream):
+            kernel()
 
     @abstractmethod
     def mark(self, lane: str, user: str) -> Mark:
@@ -228,7 +229,7 @@ class Device(ABC):
 
     def using(self, stream: int) -> AbstractContextManager[object]:
         """Makes a stream the current one inside the `with` block, by the driver's handle."""
-        raise NotImplementedError(f"{self}: has no graphs of torch.compile")
+        raise NotImplementedError(f"{self}: has no self-test, and no graphs of torch.compile")
 
     def keep(self, make: Callable[[], T]) -> T:
         """Returns the result of `make` for later calls: ordinary tensors, in no graph's memory.

@@ -15,6 +15,7 @@ import atexit
 import ctypes
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -99,6 +100,9 @@ _retired: list[DeviceWorkspace] = []
 # Workspaces with memory that streams of a failed call may still use.
 _holding: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 _all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
+# Groups whose calls may be on streams, and the lock for adding one, held while memory is freed.
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_adding = threading.Lock()
 
 
 def retire(*workspaces: DeviceWorkspace) -> None:
@@ -114,11 +118,22 @@ def _free_retired() -> None:
         _holding.discard(workspace)
     # Freeing waits for all work on the device: by now none waits for peers, and none may begin to,
     # since these might wait for this rank meanwhile.
-    with calls_paused() as paused:
-        for workspace in [w for w in _retired if not _must_stay(w)] if paused else ():
-            _retired.remove(workspace)
-            _holding.discard(workspace)
-            workspace.free()
+    if _retired and _adding.acquire(blocking=False):  # else another thread frees them
+        try:
+            with calls_paused(list(_groups)) as paused:
+                for workspace in [w for w in _retired if not _must_stay(w)] if paused else ():
+                    _retired.remove(workspace)
+                    _holding.discard(workspace)
+                    workspace.free()
+        finally:
+            _adding.release()
+
+
+def admit(group: Group) -> None:
+    """Notes a group before its first work on streams that may wait for peers."""
+    if group not in _groups:
+        with _adding:
+            _groups.add(group)
 
 
 def _must_stay(workspace: DeviceWorkspace) -> bool:
@@ -215,6 +230,7 @@ def _make(
     graph: bool,
 ) -> DeviceWorkspace:
     native.drop_plans()
+    admit(group)
     made = device.workspace(group, channel, slot_bytes, graph=graph, verdict=verdict)
     _all.add(made)
     return made

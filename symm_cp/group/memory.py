@@ -368,13 +368,12 @@ def _forget(name: str, group: Group) -> None:
 
 
 @contextlib.contextmanager
-def calls_paused() -> Iterator[bool]:
-    """Holds the locks of all groups, so that no other thread begins a call, nor makes a group.
+def calls_paused(groups: Sequence[Group]) -> Iterator[bool]:
+    """Holds the locks of groups, so that no other thread begins a call of them.
 
-    Yields False, and holds none, if another thread is in a call. Never waits for peers.
+    Yields False, and holds none, if another thread is in a call. Never waits.
     """
-    with _making, contextlib.ExitStack() as held:
-        groups = [group for _, group in _groups.values()]  # keeps them until they are unlocked
+    with contextlib.ExitStack() as held:
         for group in groups:
             if isinstance(group.lock, _CallLock):
                 if not group.lock.enter_if_free():

@@ -61,6 +61,8 @@ class IdleStream:
     def wait_stream(self, stream: object) -> None: ...
     def wait(self) -> None: ...
     def record(self, stream: object = None) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 class IdleDevice(Loopback, CudaDevice):
@@ -78,9 +80,6 @@ class IdleDevice(Loopback, CudaDevice):
 
     def synchronize(self) -> None:
         """Does nothing."""
-
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        """Does nothing: CPU tensors know no streams."""
 
 
 @cache

@@ -182,6 +182,9 @@ int64_t symm_cp_lock(void* group) {
   });
 }
 
+// Takes that lock and returns 1; 0 while another thread has it.
+int symm_cp_try_lock(void* group) { return of(group).try_lock_calls() ? 1 : 0; }
+
 void symm_cp_unlock(void* group) { of(group).unlock_calls(); }
 
 // Sets the function that C++ calls with a group's name when it lacks facts about the group: see

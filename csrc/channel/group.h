@@ -132,6 +132,7 @@ class Group {
   void set_on_one_host(bool all) { hosts_ = all ? Hosts::kOne : Hosts::kSeveral; }
   // For Python, whose calls on the channel `sync` have several parts. See CallLock.
   void lock_calls() { acquire(call_locks_[kSync]); }
+  bool try_lock_calls() { return call_locks_[kSync].try_lock(); }
   void unlock_calls() { call_locks_[kSync].unlock(); }
   // Collective at the first call.
   std::shared_ptr<Peers> peers(const Rendezvous& rendezvous);

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from symm_cp.cuda import gpu as _gpu  # noqa: F401 - registers itself
 from symm_cp.cuda import streams as _streams  # noqa: F401 - registers itself
-from symm_cp.cuda.base import (
-    Device,
-    DeviceWorkspace,
-    Pending,
-    Verdict,
-    events_needed,
-)
-from symm_cp.cuda.in_place import InPlace, found_in_place, read_in_place
+from symm_cp.cuda.base import Device, DeviceWorkspace, Pending, Verdict
+from symm_cp.cuda.in_place import found_in_place, read_in_place
 from symm_cp.cuda.registry import (
     choose,
     device_for,
@@ -27,29 +21,18 @@ from symm_cp.cuda.registry import (
     replaced,
     spans_hosts,
 )
-from symm_cp.cuda.workspaces import (
-    give_up_on,
-    hold,
-    reserve,
-    reserve_on,
-    workspace,
-    workspaces_of,
-)
+from symm_cp.cuda.workspaces import reserve, reserve_on, workspace, workspaces_of
 
 __all__ = [
     "Device",
     "DeviceWorkspace",
-    "InPlace",
     "Pending",
     "Verdict",
     "choose",
     "device_for",
     "device_of",
-    "events_needed",
     "found_in_place",
-    "give_up_on",
     "has_streams",
-    "hold",
     "kernels_count",
     "kind_for",
     "known",

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import Work, _register_work
 
 from symm_cp.cuda import plans
-from symm_cp.cuda.base import Device
+from symm_cp.cuda.base import DeviceWorkspace
 from symm_cp.cuda.stream_call import StreamCall, add_rows
 from symm_cp.cuda.stream_launches import background_launch
 from symm_cp.cuda.workspaces import workspace
@@ -22,22 +22,41 @@ from symm_cp.tensors.shards import Extent, Split
 
 
 class _Transfer(Work):
-    """The work that `wait_tensor` waits for: the current stream then follows the transfer."""
+    """The work that `wait_tensor` waits for: the current stream then follows the transfer.
 
-    def __init__(self, device: Device, user: str) -> None:
+    It keeps the tensors that the transfer uses until the stream that began it waits for it, and so
+    may take their memory again; if another stream waits, until it has ended. In a capture no end
+    can be asked for: a tensor that another stream waits for must stay until the capture ends.
+    """
+
+    def __init__(self, space: DeviceWorkspace, used: list[torch.Tensor]) -> None:
         super().__init__()
-        self._device, self._ended = device, device.copies_ended(user)
+        self._device, self._user = space.device, space.user
+        self._ended = self._device.copies_ended(self._user)
+        self._stream, self._used = self._device.streams(self._user)[0], used
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         with self._device.guard():  # the waiting thread may be new, or on another device
             self._ended.wait()
+            if self._device.streams(self._user)[0] == self._stream:
+                self._used = []
         return True
 
+    def release(self) -> bool:
+        """Keeps nothing more if the transfer has ended; returns whether it has."""
+        if ended := self._ended.query():
+            self._used = []  # torch keeps works that nobody waits for
+        return ended
 
-def _started(device: Device, user: str, used: list[torch.Tensor]) -> None:
+
+def _started(space: DeviceWorkspace, used: list[torch.Tensor]) -> None:
     """Makes `wait_tensor` of the last tensor that a transfer uses wait for the transfer's end."""
-    device.used_by_copies(user, *used)
-    _register_work(used[-1], _Transfer(device, user))
+    transfer = _Transfer(space, used)
+    if not space.device.capturing():
+        while space.transfers and space.transfers[0].release():
+            space.transfers.popleft()
+        space.transfers.append(transfer)
+    _register_work(used[-1], transfer)
 
 
 def _start(
@@ -65,7 +84,7 @@ def _start(
         # The copy lane reads a plain input no more: the caller's stream copies it to `target`.
         used = [*([] if addresses is None else [source]), target, result]
         call.run(launch, space, space.next_epoch(), operands, kernels, *used)
-        plans.in_python(partial(_started, device, space.user), used)
+        plans.in_python(partial(_started, space), used)
 
 
 class BackgroundGather:

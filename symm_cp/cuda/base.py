@@ -25,11 +25,12 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -75,6 +76,9 @@ class Pending(Protocol):
     def wait(self) -> object:
         """Makes the current stream wait for it."""
 
+    def query(self) -> bool:
+        """Whether it has ended. Not in a capture."""
+
 
 class Device(ABC):
     """The streams of one device, and the memory on it that peers can reach."""
@@ -114,7 +118,8 @@ class Device(ABC):
 
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to a stream, given by the driver's handle."""
-        raise NotImplementedError(f"{self}: has no self-test")
+        with self.using(stream):
+            kernel()
 
     @abstractmethod
     def mark(self, lane: str, user: str) -> Mark:
@@ -123,10 +128,6 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Returns when all work on the device has ended."""
-
-    @abstractmethod
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        """Keeps tensors' memory allocated until the copies issued so far have ended."""
 
     @abstractmethod
     def copies_ended(self, user: str) -> Pending:
@@ -228,7 +229,7 @@ class Device(ABC):
 
     def using(self, stream: int) -> AbstractContextManager[object]:
         """Makes a stream the current one inside the `with` block, by the driver's handle."""
-        raise NotImplementedError(f"{self}: has no graphs of torch.compile")
+        raise NotImplementedError(f"{self}: has no self-test, and no graphs of torch.compile")
 
     def keep(self, make: Callable[[], T]) -> T:
         """Returns the result of `make` for later calls: ordinary tensors, in no graph's memory.
@@ -322,13 +323,16 @@ class DeviceWorkspace(Calls, ABC):
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
         self.held: list[torch.Tensor] = []
+        #: Transfers in the background that have not ended, or whose end was not noticed yet.
+        self.transfers: deque[Any] = deque()
         # A function without declared types: checking types would take as long as the call.
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         self.memory, addresses = device.keep(lambda: self.allocate(group, nbytes))
         device.attach()
         self.handle = self._open(group, graph, addresses)
-        weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
+        self._close = weakref.finalize(self, native.load().symm_cp_streams_close, self.handle)
+        self._close.atexit = False
         self.set_single_copies(single=not verdict.batches)
         self.memory[: self.header_bytes].zero_()
         one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
@@ -341,6 +345,13 @@ class DeviceWorkspace(Calls, ABC):
         # it may not be known yet whether kernels of this device reach a peer.
         key = f"cleared/{device.torch_type}/{channel}/{int(graph)}"
         share(group, key, "", seconds=self.patience if trial else None)
+
+    def free(self) -> None:
+        """Frees the memory; may wait for all work on the device. No other call can follow."""
+        self._close()
+        self.handle = 0
+        self.held.clear()
+        del self.memory
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:

@@ -70,11 +70,6 @@ class CudaDevice(Device):
         """Makes a stream the current one inside the `with` block, by the driver's handle."""
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
 
-    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
-        """Calls a function whose kernels go to a stream, given by the driver's handle."""
-        with self.using(stream):
-            kernel()
-
     def in_graph_tree(self) -> bool:
         """Whether `torch.compile(mode="reduce-overhead")` is warming up or capturing a graph."""
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -161,11 +156,6 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         """Returns when all work on the device has ended."""
         torch.cuda.synchronize(self.torch_device)
-
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        """Keeps tensors' memory allocated until the copies issued so far have ended."""
-        for tensor in tensors:
-            tensor.record_stream(self._side_streams(user)["copy"])
 
     def copies_ended(self, user: str) -> Pending:
         """Returns an event that follows the copies issued so far."""

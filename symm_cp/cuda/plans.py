@@ -270,5 +270,3 @@ def _failed(workspace: DeviceWorkspace, failure: tuple[list[torch.Tensor], str])
     used, error = failure
     give_up_on(workspace, RuntimeError(error))
     hold(workspace, *used)
-    with contextlib.suppress(RuntimeError):  # the device may have failed
-        workspace.device.used_by_copies(workspace.user, *used)

@@ -22,6 +22,7 @@ import torch
 from symm_cp import env
 from symm_cp.cuda.base import Device, Verdict
 from symm_cp.cuda.trial import ROUNDS, Trial
+from symm_cp.cuda.workspaces import admit, retire
 from symm_cp.group.liveness import PeerLostError, share
 from symm_cp.group.memory import Group, StateKey
 
@@ -58,6 +59,7 @@ def verdict(group: Group, device: Device) -> Verdict:
                 "symm_cp: the first use of a group cannot be captured into a graph: call "
                 f"symm_cp.reserve(group, nbytes, device={str(device.torch_device)!r}) before"
             )
+        admit(group)
         with group.lock, device.guard():
             known = verdicts[device.torch_device] = SelfTest(group, device).run()
     return known
@@ -90,6 +92,7 @@ class SelfTest:
         else:
             for trial in self.trials:
                 trial.close()
+            retire(*(trial.space for trial in self.trials))
         if self.reasons and self.group.rank == 0:
             warnings.warn(
                 f"symm_cp: on {self.device} in group {self.group.name!r}: {verdict.reason}",

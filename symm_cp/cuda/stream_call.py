@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -109,8 +108,6 @@ class StreamCall:
         except BaseException:
             if not self.capturing:
                 hold(space, *used)
-                with contextlib.suppress(RuntimeError):  # the device may have failed
-                    self.device.used_by_copies(space.user, *used)
             raise
 
 

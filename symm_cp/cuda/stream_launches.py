@@ -98,18 +98,12 @@ def poll_launch(
     """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     if gathered is not None:
-        binding = Binding(
-            {"input": own, "gathered": (Extent.split(1, *gathered),)}, {"slot": sizes.slots()}
-        )
-        variant = patterns.ALL_GATHER_AND_POLL.staged(keep=True)
-        return lower(variant, rank, ranks, binding, slots=slots)
-    turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
-    # In the order in which they are pulled.
-    order = [turns.get(peer, 0) for peer in range(ranks)]
-    binding = Binding(
-        {"input": own, "gathered": sizes.places_in_turn(1, order)}, {"slot": sizes.slots()}
-    )
-    variant = patterns.ALL_GATHER_AND_POLL.staged()
+        pulled: Parts = (Extent.split(1, *gathered),)
+    else:  # in the order in which they are pulled
+        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        pulled = sizes.places_in_turn(1, [turns.get(peer, 0) for peer in range(ranks)])
+    binding = Binding({"input": own, "gathered": pulled}, {"slot": sizes.slots()})
+    variant = patterns.ALL_GATHER_AND_POLL.staged(**({} if gathered is None else {"keep": True}))
     return lower(variant, rank, ranks, binding, slots=slots)
 
 

@@ -15,6 +15,7 @@ import atexit
 import ctypes
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from symm_cp.cuda.base import Device, DeviceWorkspace, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.liveness import share
-from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
+from symm_cp.group.memory import Group, GroupLike, StateKey, calls_paused, resolve
 from symm_cp.native import wire
 
 #: A device, its driver, and a channel.
@@ -87,7 +88,7 @@ class Workspaces:
         retired = list(self.all())
         self.current.clear()
         self.graphs.clear()
-        _retire(*retired)
+        retire(*retired)
 
 
 _WORKSPACES = StateKey("workspaces on devices", Workspaces.clear)
@@ -99,9 +100,13 @@ _retired: list[DeviceWorkspace] = []
 # Workspaces with memory that streams of a failed call may still use.
 _holding: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 _all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
+# Groups whose calls may be on streams, and the lock for adding one, held while memory is freed.
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_adding = threading.Lock()
 
 
-def _retire(*workspaces: DeviceWorkspace) -> None:
+def retire(*workspaces: DeviceWorkspace) -> None:
+    """Frees workspaces as soon as that is possible."""
     native.drop_plans()  # plans keep workspaces
     _retired.extend(workspaces)
     _free_retired()
@@ -111,7 +116,24 @@ def _free_retired() -> None:
     for workspace in [w for w in _holding if w.ended()]:
         workspace.held.clear()
         _holding.discard(workspace)
-    _retired[:] = [w for w in _retired if _must_stay(w)]
+    # Freeing waits for all work on the device: by now none waits for peers, and none may begin to,
+    # since these might wait for this rank meanwhile.
+    if _retired and _adding.acquire(blocking=False):  # else another thread frees them
+        try:
+            with calls_paused(list(_groups)) as paused:
+                for workspace in [w for w in _retired if not _must_stay(w)] if paused else ():
+                    _retired.remove(workspace)
+                    _holding.discard(workspace)
+                    workspace.free()
+        finally:
+            _adding.release()
+
+
+def admit(group: Group) -> None:
+    """Notes a group before its first work on streams that may wait for peers."""
+    if group not in _groups:
+        with _adding:
+            _groups.add(group)
 
 
 def _must_stay(workspace: DeviceWorkspace) -> bool:
@@ -194,7 +216,7 @@ def _workspace(
     needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
     workspaces.current[key] = _make(group, device, channel, needed, verdict, graph=False)
     if present is not None:
-        _retire(present)
+        retire(present)
     return workspaces.current[key]
 
 
@@ -208,6 +230,7 @@ def _make(
     graph: bool,
 ) -> DeviceWorkspace:
     native.drop_plans()
+    admit(group)
     made = device.workspace(group, channel, slot_bytes, graph=graph, verdict=verdict)
     _all.add(made)
     return made
@@ -226,7 +249,7 @@ def _make_for_graphs(
         needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
         kind.free[place : place + 1] = [_make(group, device, channel, needed, verdict, graph=True)]
         if present is not None:
-            _retire(present)
+            retire(present)
 
 
 def _make_shared(

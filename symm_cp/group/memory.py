@@ -25,7 +25,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -189,13 +189,17 @@ class _CallLock:
     """The lock of a group's calls, which native calls take as well. Reentrant."""
 
     def __init__(self, group: Group) -> None:
-        library = native.load()
+        self._library = library = native.load()
         self._lock, self._unlock = library.symm_cp_lock, library.symm_cp_unlock
         self._handle = group.handle
 
     def __enter__(self) -> None:
         if self._lock(self._handle) < 0:
             raise reported(RuntimeError(native.error()))
+
+    def enter_if_free(self) -> bool:
+        """Takes the lock unless another thread has it; returns whether it did."""
+        return bool(self._library.symm_cp_try_lock(self._handle))
 
     def __exit__(self, *_: object) -> None:
         self._unlock(self._handle)
@@ -361,6 +365,23 @@ def _forget(name: str, group: Group) -> None:
     if known is not None and known[1] is group:
         del _groups[name]
     group.close()
+
+
+@contextlib.contextmanager
+def calls_paused(groups: Sequence[Group]) -> Iterator[bool]:
+    """Holds the locks of groups, so that no other thread begins a call of them.
+
+    Yields False, and holds none, if another thread is in a call. Never waits.
+    """
+    with contextlib.ExitStack() as held:
+        for group in groups:
+            if isinstance(group.lock, _CallLock):
+                if not group.lock.enter_if_free():
+                    held.close()
+                    yield False
+                    return
+                held.push(group.lock)
+        yield True
 
 
 def unknown_group(group: GroupLike) -> ValueError:

@@ -5,7 +5,6 @@
 // The functions `simulated_*` are for simulated.py. The library that symm_cp loads is one of those
 // made from driver_batch.cpp, which differ in the batched copies that drivers have had.
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -269,7 +268,6 @@ void simulated_set_device(int device, int bind) {
   if (bind != 0) current.context = device + 1;
 }
 int simulated_get_device() { return current.device; }
-void simulated_unbind() { current.context = 0; }
 
 Result simulated_capture_begin(Stream stream) {
   return simulated::capture_begin(static_cast<SimStream*>(stream));
@@ -320,16 +318,12 @@ void simulated_when_passed(void* owner, void (*function)(void*), void* block) {
   stream->push(std::move(command));
 }
 
-// 0 ordinary memory, 1 this rank's symmetric memory, 2 a peer's.
-int simulated_owner(Address address) { return static_cast<int>(simulated::owner_of(address)); }
 // Says which command wrote last to a range; for the allocator.
 void simulated_last_write(Address address, size_t bytes, char* text, size_t room) {
   std::snprintf(text, room, "%s", simulated::last_write(address, bytes).c_str());
 }
 
 // --- the driver
-
-Result cuInit(unsigned) { return 0; }
 
 Result cuDriverGetVersion(int* version) {
   *version = settings().version;
@@ -417,13 +411,6 @@ Result cuEventQuery(Event handle) {
   });
 }
 
-Result cuEventSynchronize(Event handle) {
-  Result result = kNotReady;
-  while ((result = cuEventQuery(handle)) == kNotReady)
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
-  return result;
-}
-
 Result cuStreamBatchMemOp_v2(Stream handle, unsigned count, MemOp* given, unsigned) {
   return call_on(handle, [&](SimStream& stream) -> Result {
     if (count == 0 || count > kMostMemOps) return simulated::kInvalidValue;
@@ -479,12 +466,6 @@ Result cuStreamGetCaptureInfo_v2(Stream handle, int* status, uint64_t* id, void*
     *id = stream.capture != nullptr ? stream.capture->number : 0;
     return 0;
   });
-}
-
-Result cuCtxSynchronize() {
-  const Result result = unsafe_call([] { return 0; });
-  if (result == 0) simulated::drain_all();
-  return result;
 }
 
 Result cuMemAllocHost_v2(void** memory, size_t bytes) {

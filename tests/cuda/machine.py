@@ -168,8 +168,7 @@ class Machine:
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
             "hold": [number], "queues_for_engine": [pointer],
-            "choose_stream": [pointer], "owner": [ctypes.c_uint64],
-            "last_write": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
+            "choose_stream": [pointer],
         }.items():  # fmt: skip
             with contextlib.suppress(AttributeError):
                 getattr(self.library, f"simulated_{name}").argtypes = types
@@ -205,15 +204,16 @@ class Machine:
         """
         ended: list[bool] = []
         held = [(function, thread_state())]
+        once = keep is None  # `run` must not hold `keep`, which holds it
         del function
 
         def run() -> None:
             try:
                 if not self.errors:
-                    _call(held, forget=keep is None)
+                    _call(held, forget=once)
             except BaseException as error:
                 self.errors.append(error)
-            held[:] = held if keep is not None else ()
+            held[:] = () if once else held
             ended.append(True)
 
         # The stream calls it later; until then it must not be freed, nor while it returns.

@@ -7,8 +7,7 @@ within a call the host is ahead of the device, as with CUDA.
 
 One thing differs: on CUDA an exception in Python code that launches kernels is raised before later
 commands are issued. Here that code runs on the stream, so by then they may have been issued; the
-kernels among them are left out, and the call raises at its end. A simulation that is `stepwise`
-waits for each kernel, and raises there.
+kernels among them are left out, and the call raises at its end.
 """
 
 from __future__ import annotations
@@ -62,15 +61,16 @@ class _Event:
             assert self._driver.cuEventCreate(ctypes.byref(self._event), 0) == 0
             assert self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream)) == 0
 
-    def hold_up(self, stream: int) -> None:
-        """Makes a stream wait for it."""
-        with self._device.current():
-            assert self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0) == 0
-
     def wait(self) -> None:
         """Makes the current stream wait for it."""
-        self.hold_up(self._device.current_stream())
+        stream = ctypes.c_void_p(self._device.current_stream())
+        with self._device.current():
+            assert self._driver.cuStreamWaitEvent(stream, self._event, 0) == 0
         self._device.join()
+
+    def query(self) -> bool:
+        """Whether that work has ended."""
+        return int(self._driver.cuEventQuery(self._event)) == 0
 
     def __del__(self) -> None:
         self._driver.cuEventDestroy_v2(self._event)
@@ -94,7 +94,6 @@ class Mode:
     copy_engines: the number of engines for copies between ranks, signals included; each engine runs
         one copy at a time; 0: one engine for each copy
     deferred: calls return while their streams still run
-    stepwise: kernels are waited for when they are launched, and exceptions raised there
     patience_ms: a wait that takes longer aborts the process
     plan_at: which call of a kind (from 0 on) is recorded, so that later calls run without Python;
         below 0: none. Only where the mode allows it
@@ -110,15 +109,13 @@ class Mode:
     contexts: bool = False
     copy_engines: int = 0
     deferred: bool = False
-    stepwise: bool = False
     patience_ms: int = 30_000
     plan_at: int = 1
 
     @property
     def plans(self) -> bool:
         """Whether calls may be made by plans: calls return when their streams have ended."""
-        special = self.graph or self.deferred or self.stepwise or self.lazy_loading
-        return not special
+        return not (self.graph or self.deferred or self.lazy_loading)
 
 
 class SimulatedDevice(cuda.Device):
@@ -223,8 +220,7 @@ class SimulatedDevice(cuda.Device):
         kind = 2 if _POLLING in name else 1
         self.machine.call(stream, kernel, kind=kind, name=name)
         # A call's recording ends with the call: by then the kernel must have run.
-        recorded = lane != "compute" and plans.current() is not None
-        if (self.mode.stepwise or recorded) and not self.capturing():
+        if lane != "compute" and plans.current() is not None and not self.capturing():
             self.library.simulated_drain(stream)
             self.machine.raise_errors()
 
@@ -274,14 +270,6 @@ class SimulatedDevice(cuda.Device):
         if not self.mode.deferred and self.graph is None:
             self.library.simulated_drain(self.current_stream())
             self.machine.raise_errors()
-
-    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
-        # Memory here is freed at once: the stream itself keeps it until it is past this point.
-        if self.graph is not None:
-            self.graph.kept.extend(tensors)
-            return
-        held = list(tensors)
-        self.call(self._side("copy", user), held.clear)
 
     def copies_ended(self, user: str) -> Any:
         return _Event(self, self._side("copy", user))
@@ -346,7 +334,7 @@ class SimulatedDevice(cuda.Device):
             refuse("cuMemCreate")
         made = SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
         # As torch does before it frees symmetric memory.
-        weakref.finalize(made, self.library.simulated_drain_all).atexit = False
+        weakref.finalize(made.memory, self.library.simulated_drain_all).atexit = False
         return made
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:

@@ -221,22 +221,3 @@ def histories(group: dist.ProcessGroup) -> None:
 
 def test_a_rendezvous_does_not_depend_on_what_ranks_did_in_other_groups(ranks: Ranks) -> None:
     ranks.run(3, histories)
-
-
-def numbers(group: dist.ProcessGroup) -> None:
-    made = rendezvous.ExchangeStore(memory.resolve(group), dist.HashStore())
-    store: Any = dist.PrefixStore("before", made)  # calls the Python half from its C++ half
-    value = b"\xff\x00"  # not text
-    for number in (17, 40):
-        store.set(f"CUDASymmetricMemory/{number}/0", value)
-        assert store.multi_get([f"CUDASymmetricMemory/{number}/0"]) == [value]
-        assert store.get(f"CUDASymmetricMemory/{number}/0") == value
-    if _HAS_BARRIER:
-        store.barrier("CUDASymmetricMemory/41", 1)
-    keys = {key for key in made._inner.list_keys() if "SymmetricMemory" in key}
-    assert {"before/CUDASymmetricMemory/0/0", "before/CUDASymmetricMemory/1/0"} <= keys
-    assert all("CUDASymmetricMemory/2" in key for key in keys if not key.endswith("/0"))
-
-
-def test_the_store_of_a_rendezvous_numbers_torchs_keys(ranks: Ranks) -> None:
-    ranks.run(1, numbers)

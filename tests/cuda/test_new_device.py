@@ -29,7 +29,7 @@ class ToyDevice(Device):
     torch_type, dispatch_key = "toy", "PrivateUse1"
     driver = "libtoy.so"
 
-    streams = launch = mark = synchronize = used_by_copies = copies_ended = None
+    streams = launch = mark = synchronize = copies_ended = None
     workspace = is_symmetric = None
 """
 

@@ -22,7 +22,7 @@ from symm_cp.runtime.calls import GatherAndScatterCall
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
-from tests.ops import test_attention, test_gradients, test_random
+from tests.ops import test_attention, test_random
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize("mode", [{}, {"graph": True}], ids=["eager", "graph"])
@@ -41,16 +41,6 @@ def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> No
 @WORLD_SIZES
 def test_random_matmuls(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
     ranks.run(world_size, random_ops, mode, 4)
-
-
-def gradients(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
-    with simulation(delays_us=0, **mode):
-        test_gradients.gather_gradients(group)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_gradients_of_gathers(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gradients, {})
 
 
 def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:

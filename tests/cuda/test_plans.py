@@ -164,7 +164,7 @@ def in_the_background(group: dist.ProcessGroup) -> None:
             x.zero_(), whole.zero_()
             scattered = [wait(result) for result in reversed(results)]
             # Before, workspaces are made, which drops plans, and calls are recorded.
-            assert turn < 2 or runs() == 4
+            assert turn < 2 or runs() == 4, refusals()
             assert results[2] is outs[0]
             assert results[3] is outs[1]
             assert torch.equal(scattered[3], gathered)
@@ -176,23 +176,6 @@ def in_the_background(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_transfers_in_the_background(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, in_the_background)
-
-
-def in_flight(group: dist.ProcessGroup) -> None:
-    """A larger workspace replaces one that transfers still use: freeing memory waits for them."""
-    W, name = group.size(), group.group_name
-    with simulation(delays_us=50_000):
-        found = []
-        for rows in (2, 20, 200, 2000):
-            x = torch.full((rows, 600), float(group.rank()))
-            found.append(torch.ops.symm_mem._low_contention_all_gather(x, name))
-        for result in map(torch.ops._c10d_functional.wait_tensor, found):
-            assert torch.equal(result[:: len(result) // W, 0], torch.arange(float(W)))
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_a_workspace_that_transfers_use_is_replaced(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_flight)
 
 
 def layouts(group: dist.ProcessGroup) -> None:
@@ -421,7 +404,7 @@ def failing(group: dist.ProcessGroup) -> None:
             assert torch.equal(expected, symm_cp.all_gather_matmul(x, w, group=group))
         assert runs() == 1
         made.library.simulated_refuse(1)
-        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed"):
+        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed: CUDA_ERROR_OUT_OF_MEM"):
             symm_cp.all_gather_matmul(x, w, group=group)
         made.library.simulated_refuse(0)
         assert state is memory.resolve(group)

@@ -1,4 +1,4 @@
-"""Fixed random programs of graphs; `python -m tests.cuda.programs` draws other ones."""
+"""Fixed random programs of all kinds; `python -m tests.cuda.programs` draws other ones."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from tests.cuda import programs
 from tests.exhaustive import exhaustive
 
 
-def test_programs_of_graphs_are_right() -> None:
-    replays, failures = programs.run(3, list(range(3)))
+@pytest.mark.parametrize(
+    ("kind", "world_size", "count"), [("graphs", 3, 3), ("groups", 4, 8), ("growing", 3, 3)]
+)
+def test_programs_are_right(kind: str, world_size: int, count: int) -> None:
+    compared, failures = programs.run(world_size, kind, list(range(count)))
     assert not failures, "\n".join(failures)
-    assert len(replays) == 3
-    assert min(replays) >= 4  # rounds
+    assert len(compared) == count
+    assert min(compared) >= 4
 
 
 @exhaustive
+@pytest.mark.parametrize(
+    ("kind", "count", "turn"),
+    [("graphs", 4, 0), ("growing", 20, 0), *(("groups", 20, turn) for turn in range(7))],
+)
 @pytest.mark.parametrize("world_size", programs.SIZES)
-def test_many_programs_of_graphs_are_right(world_size: int) -> None:
-    seeds = [100 * world_size + number for number in range(4)]
-    replays, failures = programs.run(world_size, seeds)
+def test_many_programs_are_right(world_size: int, kind: str, count: int, turn: int) -> None:
+    first = 1000 * world_size + count * turn
+    _, failures = programs.run(world_size, kind, list(range(first, first + count)))
     assert not failures, "\n".join(failures)
-    assert len(replays) == 4
 
 
-def test_a_program_is_drawn_by_its_seed() -> None:
-    assert programs.Program.drawn(7) == programs.Program.drawn(7)
-    drawn = [programs.Program.drawn(number) for number in range(100)]
-    assert {program.at_once for program in drawn} == {False, True}
+@pytest.mark.parametrize("kind", programs.KINDS.values())
+def test_a_program_is_drawn_by_its_seed(kind: programs.Program) -> None:
+    assert kind.drawn(7, 4) == kind.drawn(7, 4) != kind.drawn(8, 4)

@@ -6,11 +6,12 @@
 //                    argument is optional
 //   grads            those of all results
 //   some_grads       the same, but an empty tensor of bools for one that is missing
-//   need_*, *_grad   whether an argument that was given requires a gradient
+//   need_*, *_grad   whether an argument that was given, or one in a list, requires a gradient
 //   needed           whether each tensor that was given does, in a list
 //   others           the arguments and results of the call
-// It returns a tensor for each tensor that was given, or for the arguments by which it names its
-// results: the gradient, or an empty tensor of bools. Gradients that are not needed are dropped.
+// It returns a tensor for each tensor that was given, or results named after arguments, a tensor or
+// a list as these: the gradient, or an empty tensor of bools. Gradients that are not needed are
+// dropped.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <strings.h>
@@ -121,8 +122,10 @@ struct Given {
     first.push_back(tensors.size());
   }
   bool any_needed() const { return std::find(needed.begin(), needed.end(), true) != needed.end(); }
+  // Whether any tensor of an argument does.
   bool needs(size_t argument) const {
-    return first[argument] < first[argument + 1] && needed[first[argument]];
+    const auto end = needed.begin() + first[argument + 1];
+    return std::find(needed.begin() + first[argument], end, true) != end;
   }
 };
 
@@ -197,17 +200,16 @@ struct BackwardNode : torch::autograd::Node {
  private:
   variable_list results_of(const Stack& stack) const {
     variable_list results(given->needed.size());
-    size_t count = 0;
-    for (const c10::IValue& value : stack)
-      for_each_tensor(value, [&](const at::Tensor& result) {
-        size_t at = count++;
-        if (!backward->of.empty()) {
-          const size_t argument = backward->of[at];
-          if (!given->needs(argument)) return;
-          at = given->first[argument];
-        }
-        if (given->needed[at] && result.scalar_type() != at::kBool) results[at] = result;
+    size_t at = 0, end = results.size();
+    for (size_t i = 0; i < stack.size(); ++i) {
+      if (!backward->of.empty())
+        at = given->first[backward->of[i]], end = given->first[backward->of[i] + 1];
+      for_each_tensor(stack[i], [&](const at::Tensor& result) {
+        if (at < end && given->needed[at] && result.scalar_type() != at::kBool)
+          results[at] = result;
+        ++at;
       });
+    }
     return results;
   }
 

@@ -164,10 +164,6 @@ std::string name_sizes(const std::vector<int64_t>& sizes);
 // Sets how an exchange reduces elements; complex elements are pairs of real ones.
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
 
-// Whether the weight, and so its gradient, is laid out by columns: see
-// symm_cp/ops/matmul/derivatives.py.
-bool is_transposed(const at::Tensor& weight);
-
 // Returns the group's mapping of the tensor at an address, or the mapping made by rendezvous number
 // `sequence`; null if there is none.
 std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address);

@@ -28,15 +28,7 @@ struct OpCall {
 };
 
 PyObject* to_python(const c10::IValue& value) {
-  if (value.isTensor()) return THPVariable_Wrap(value.toTensor());
-  if (value.isNone()) Py_RETURN_NONE;
-  if (value.isInt()) return PyLong_FromLongLong(value.toInt());
-  TORCH_CHECK(value.isTensorList(), "symm_cp: an op returned ", value.tagKind());
-  const auto tensors = value.toTensorList();
-  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
-  for (size_t i = 0; list != nullptr && i < tensors.size(); ++i)
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors.get(i)));
-  return list;
+  return torch::jit::toPyObject(value).release().ptr();
 }
 
 PyObject* run(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {

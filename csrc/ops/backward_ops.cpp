@@ -48,6 +48,7 @@ struct BackwardOp {
   c10::OperatorHandle op;
   std::string node_name;
   std::string once;  // not empty: gradients cannot be differentiated, of the op of this name
+  int channel = kSync;
   std::vector<Operand> operands;
   std::vector<size_t> of;  // for each result its argument; empty: of all tensors, in order
   bool saves_results = false;
@@ -85,7 +86,7 @@ Operand operand_of(const c10::Argument& argument, const c10::FunctionSchema& for
 
 BackwardOp backward_of(const c10::OperatorHandle& op, const char* name, bool once) {
   const c10::FunctionSchema& forward = op.schema();
-  BackwardOp made{handle_of(name), std::strstr(name, "::") + std::strlen("::"), {}, {}, {}};
+  BackwardOp made{handle_of(name), std::strstr(name, "::") + std::strlen("::"), {}};
   if (once) made.once = name_of(op);
   size_t grads = 0;
   for (const c10::Argument& argument : made.op.schema().arguments()) {
@@ -274,7 +275,7 @@ class Recorded final : public c10::OperatorKernel {
       : backward_(std::make_shared<const BackwardOp>(std::move(backward))) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    reporting_refusals(op, keys, *stack, kSync, [&] { record(op, keys, stack); });
+    reporting_refusals(op, keys, *stack, backward_->channel, [&] { record(op, keys, stack); });
   }
 
  private:
@@ -307,12 +308,14 @@ extern "C" {
 
 // Makes the op `backward` the gradient of the op `name`, "symm_mem::f"; with `once` it cannot be
 // differentiated. Returns 0 on failure.
-int symm_cp_backward_op(const char* name, const char* backward, int once) {
+int symm_cp_backward_op(const char* name, const char* backward, int once, int in_background) {
   using namespace symm_cp::gradients;
   // Kernels live as long as the process.
   static auto* const library = new std::vector<std::unique_ptr<torch::Library>>;
   try {
-    auto kernel = std::make_unique<Recorded>(backward_of(handle_of(name), backward, once != 0));
+    BackwardOp op = backward_of(handle_of(name), backward, once != 0);
+    op.channel = in_background != 0 ? symm_cp::kAsync : symm_cp::kSync;
+    auto kernel = std::make_unique<Recorded>(std::move(op));
     auto made = std::make_unique<torch::Library>(
         torch::Library::IMPL, std::string(name, std::strstr(name, "::")),
         c10::parseDispatchKey("Autograd"), __FILE__, __LINE__);

@@ -70,7 +70,8 @@ class PlanRecording final : public Recording {
       return result.defined() && value_of(result) == kNoValue;
     });
     // Only makes views: nothing to record.
-    if (!fresh && !schema.is_mutable() && !schema.returns().empty()) return;
+    const bool waits = schema.name() == "_c10d_functional::wait_tensor";
+    if (!fresh && !waits && !schema.is_mutable() && !schema.returns().empty()) return;
     what_ = schema.name();
     if (makes_result(op, results)) {
       const at::Tensor& made = results[0];

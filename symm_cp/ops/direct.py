@@ -1,4 +1,4 @@
-"""Calls ops in half the time that torch's callables take (csrc/ops/glue.cpp)."""
+"""Calls ops 1 to 2 us sooner than torch's callables do (csrc/ops/glue.cpp)."""
 
 from __future__ import annotations
 
@@ -34,16 +34,6 @@ def direct(name: str) -> Callable[..., Any]:
         made = glue.symm_cp_op_call(op._schema.name.encode(), under_modes) if glue else under_modes
         call = _calls[name] = made
     return call
-
-
-@cache
-def decoding_linear() -> Callable[..., Any]:
-    """Returns the function of csrc/ops/decoding_glue.cpp, which returns None for unusual arguments.
-
-    `torch.compile` does not trace it.
-    """
-    glue = _glue()
-    return glue.symm_cp_decoding_linear() if glue else lambda *_: None
 
 
 def op_of(name: str) -> torch._ops.OpOverload:

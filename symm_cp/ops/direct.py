@@ -36,6 +36,16 @@ def direct(name: str) -> Callable[..., Any]:
     return call
 
 
+@cache
+def decoding_linear() -> Callable[..., Any]:
+    """Returns the function of csrc/ops/decoding_glue.cpp, which returns None for unusual arguments.
+
+    `torch.compile` does not trace it.
+    """
+    glue = _glue()
+    return glue.symm_cp_decoding_linear() if glue else lambda *_: None
+
+
 def op_of(name: str) -> torch._ops.OpOverload:
     """Returns `torch.ops.symm_mem.<name>.default`.
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops import autocast
+from symm_cp.ops.direct import decoding_linear
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.tensor_parallel import replicated
@@ -102,8 +103,8 @@ def _plain_parameters(
 ) -> tuple[Any, Any] | None:
     """Returns this rank's weight and bias if the linear has nothing to do but call its op.
 
-    Generation, token by token, uses this. `features` is the number of features that the input must
-    have.
+    Generation, token by token, uses this where `decoding_linear` does not apply: compiled, or with
+    quantised weights. `features` is the number of features that the input must have.
     """
     if (
         torch.is_grad_enabled()
@@ -138,8 +139,12 @@ class FusedColwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
-        if plain := _plain_parameters(self, input, self.in_features):
+        part = None
+        if self.calls_op and not torch.compiler.is_dynamo_compiling():
+            part = decoding_linear()(self._parameters, input, self.in_features, None)
+        if part is None and (plain := _plain_parameters(self, input, self.in_features)):
             part = replicated.linear(input, *plain)
+        if part is not None:
             return _output(part, self.weight.device_mesh, self) if self.gathers_output else part
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
@@ -237,6 +242,10 @@ class FusedRowwiseLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
         group = self.group
+        if self.calls_op and not torch.compiler.is_dynamo_compiling():
+            output = decoding_linear()(self._parameters, input, self.features.count, group)
+            if output is not None:
+                return output
         if plain := _plain_parameters(self, input, self.features.count):
             weight, bias = plain
             return replicated.sum_linear(input, weight, bias, group)

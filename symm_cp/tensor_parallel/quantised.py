@@ -63,7 +63,7 @@ def local_of(parameter: Any) -> Any:
     if not isinstance(parameter, DTensor):
         return parameter
     own = parameter._local_tensor
-    return own if is_quantised(own) or not torch.is_grad_enabled() else parameter.to_local()
+    return own if is_quantised(own) else parameter.to_local()
 
 
 def distributed(

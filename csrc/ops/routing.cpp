@@ -103,10 +103,6 @@ std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts
                    std::to_string(experts) + " experts");
 }
 
-int64_t slot_bytes_for(int64_t bytes) {
-  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kPieceBytes))));
-}
-
 at::Tensor factors_for(const at::Tensor& weights, at::ScalarType dtype) {
   if (!weights.defined()) return weights;
   return weights.to(dtype == at::kDouble ? at::kDouble : at::kFloat).contiguous();
@@ -149,7 +145,9 @@ void Combination::run(Group& group, std::string call_name) {
   exchange.kind = ExchangeKind::kHandledAllToAll;
   exchange.call_name = std::move(call_name);
   exchange.handler = this;
-  exchange.piece_bytes = slot_bytes_for(routing_.most_rows() * row_bytes_);
+  // A power of two, so that calls with more rows seldom need larger slots.
+  const auto needed = std::max(routing_.most_rows() * row_bytes_, kPieceBytes);
+  exchange.piece_bytes = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(needed)));
   for (int64_t peer = 0; peer < routing_.ranks(); ++peer) {
     const bool own = peer == routing_.rank();
     exchange.input.push_back({nullptr, own ? 0 : routing_.taken(peer) * row_bytes_});

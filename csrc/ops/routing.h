@@ -87,9 +87,6 @@ std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts
 // Up to this size a rank's data goes through its slot as a whole, above it in pieces. The size is
 // limited because there are two slots and they stay allocated.
 constexpr int64_t kMostSlotBytes = int64_t{256} << 20;
-// The slot size for `bytes`, rounded up to a power of two so that calls with more rows seldom need
-// larger slots.
-int64_t slot_bytes_for(int64_t bytes);
 
 // Returns the weights in the dtype in which rows of `dtype` are added.
 at::Tensor factors_for(const at::Tensor& weights, at::ScalarType dtype);

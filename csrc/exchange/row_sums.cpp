@@ -53,9 +53,8 @@ void weigh(const WeighedRows& given, int64_t first, int64_t last) {
   using Sum = typename Conversion<T>::Sum;
   for (int64_t at = first; at < last; ++at) {
     T* row = static_cast<T*>(given.rows) + at * given.width;
-    if (given.others != nullptr)
-      static_cast<Sum*>(given.dots)[at] +=
-          dot(row, reinterpret_cast<const T*>(given.others + at * given.pitch), given.width);
+    static_cast<Sum*>(given.dots)[at] +=
+        dot(row, reinterpret_cast<const T*>(given.others + at * given.pitch), given.width);
     const Sum factor = static_cast<const Sum*>(given.factors)[at];
     for (int64_t i = 0; i < given.width; ++i)
       row[i] = Conversion<T>::store(factor * Conversion<T>::load(row[i]));

@@ -25,10 +25,10 @@ void add_rows(const RowSums& given, int64_t first, int64_t last);
 // Contiguous rows of `width` elements each, which are multiplied by their factors.
 struct WeighedRows {
   void* rows;
-  const char* others;  // rows of `width` elements, `pitch` bytes apart; null: none
+  const char* others;  // rows of `width` elements, `pitch` bytes apart
   int64_t pitch;
   const void* factors;  // one for each row, of the type in which rows are added
-  void* dots;           // one for each row, of the same type; null without `others`
+  void* dots;           // one for each row, of the same type
   int64_t width;
   DType dtype;  // floating
 };

@@ -30,20 +30,6 @@ inline bool guarded_as_torch(const char* op, const Arguments& arguments, size_t 
   });
 }
 
-// Inside, this thread's calls of these ops are the package's own: gradients, for example, lie in
-// ordinary memory.
-class OwnCalls {
- public:
-  OwnCalls() { ++depth_; }
-  ~OwnCalls() { --depth_; }
-  OwnCalls(const OwnCalls&) = delete;
-  OwnCalls& operator=(const OwnCalls&) = delete;
-  static bool active() { return depth_ > 0; }
-
- private:
-  static thread_local int depth_;
-};
-
 // Whether arguments are checked as torch's CUDA kernels check them.
 bool checks_as_gpus();
 

@@ -6,11 +6,12 @@
 //                    argument is optional
 //   grads            those of all results
 //   some_grads       the same, but an empty tensor of bools for one that is missing
-//   need_*, *_grad   whether an argument that was given requires a gradient
+//   need_*, *_grad   whether an argument that was given, or one in a list, requires a gradient
 //   needed           whether each tensor that was given does, in a list
 //   others           the arguments and results of the call
-// It returns a tensor for each tensor that was given, or for the arguments by which it names its
-// results: the gradient, or an empty tensor of bools. Gradients that are not needed are dropped.
+// It returns a tensor for each tensor that was given, or results named after arguments, a tensor or
+// a list as these: the gradient, or an empty tensor of bools. Gradients that are not needed are
+// dropped.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <strings.h>
@@ -47,6 +48,7 @@ struct BackwardOp {
   c10::OperatorHandle op;
   std::string node_name;
   std::string once;  // not empty: gradients cannot be differentiated, of the op of this name
+  int channel = kSync;
   std::vector<Operand> operands;
   std::vector<size_t> of;  // for each result its argument; empty: of all tensors, in order
   bool saves_results = false;
@@ -84,7 +86,7 @@ Operand operand_of(const c10::Argument& argument, const c10::FunctionSchema& for
 
 BackwardOp backward_of(const c10::OperatorHandle& op, const char* name, bool once) {
   const c10::FunctionSchema& forward = op.schema();
-  BackwardOp made{handle_of(name), std::strstr(name, "::") + std::strlen("::"), {}, {}, {}};
+  BackwardOp made{handle_of(name), std::strstr(name, "::") + std::strlen("::"), {}};
   if (once) made.once = name_of(op);
   size_t grads = 0;
   for (const c10::Argument& argument : made.op.schema().arguments()) {
@@ -121,8 +123,10 @@ struct Given {
     first.push_back(tensors.size());
   }
   bool any_needed() const { return std::find(needed.begin(), needed.end(), true) != needed.end(); }
+  // Whether any tensor of an argument does.
   bool needs(size_t argument) const {
-    return first[argument] < first[argument + 1] && needed[first[argument]];
+    const auto end = needed.begin() + first[argument + 1];
+    return std::find(needed.begin() + first[argument], end, true) != end;
   }
 };
 
@@ -197,17 +201,16 @@ struct BackwardNode : torch::autograd::Node {
  private:
   variable_list results_of(const Stack& stack) const {
     variable_list results(given->needed.size());
-    size_t count = 0;
-    for (const c10::IValue& value : stack)
-      for_each_tensor(value, [&](const at::Tensor& result) {
-        size_t at = count++;
-        if (!backward->of.empty()) {
-          const size_t argument = backward->of[at];
-          if (!given->needs(argument)) return;
-          at = given->first[argument];
-        }
-        if (given->needed[at] && result.scalar_type() != at::kBool) results[at] = result;
+    size_t at = 0, end = results.size();
+    for (size_t i = 0; i < stack.size(); ++i) {
+      if (!backward->of.empty())
+        at = given->first[backward->of[i]], end = given->first[backward->of[i] + 1];
+      for_each_tensor(stack[i], [&](const at::Tensor& result) {
+        if (at < end && given->needed[at] && result.scalar_type() != at::kBool)
+          results[at] = result;
+        ++at;
       });
+    }
     return results;
   }
 
@@ -272,7 +275,7 @@ class Recorded final : public c10::OperatorKernel {
       : backward_(std::make_shared<const BackwardOp>(std::move(backward))) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    reporting_refusals(op, keys, *stack, kSync, [&] { record(op, keys, stack); });
+    reporting_refusals(op, keys, *stack, backward_->channel, [&] { record(op, keys, stack); });
   }
 
  private:
@@ -305,12 +308,14 @@ extern "C" {
 
 // Makes the op `backward` the gradient of the op `name`, "symm_mem::f"; with `once` it cannot be
 // differentiated. Returns 0 on failure.
-int symm_cp_backward_op(const char* name, const char* backward, int once) {
+int symm_cp_backward_op(const char* name, const char* backward, int once, int in_background) {
   using namespace symm_cp::gradients;
   // Kernels live as long as the process.
   static auto* const library = new std::vector<std::unique_ptr<torch::Library>>;
   try {
-    auto kernel = std::make_unique<Recorded>(backward_of(handle_of(name), backward, once != 0));
+    BackwardOp op = backward_of(handle_of(name), backward, once != 0);
+    op.channel = in_background != 0 ? symm_cp::kAsync : symm_cp::kSync;
+    auto kernel = std::make_unique<Recorded>(std::move(op));
     auto made = std::make_unique<torch::Library>(
         torch::Library::IMPL, std::string(name, std::strstr(name, "::")),
         c10::parseDispatchKey("Autograd"), __FILE__, __LINE__);

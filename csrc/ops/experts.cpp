@@ -10,9 +10,6 @@
 
 #include <algorithm>
 
-#include "base/team.h"
-#include "exchange/copy.h"
-#include "memory/slot_stores.h"
 #include "ops/kernels.h"
 #include "ops/routing.h"
 
@@ -110,25 +107,26 @@ void route_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- rows to the experts -----------------------------------------------------------------------
 
-}  // namespace
+constexpr int64_t kAnyRows = -1;  // as in symm_cp/ops/experts/op.py
 
-void check_dispatch(const char* op, const at::Tensor& tokens, int64_t rows, int64_t top_k,
-                    const Routing& routing) {
+void check_dispatch(const at::Tensor& tokens, int64_t rows, int64_t top_k, const Routing& routing) {
+  constexpr const char* op = kDispatchRows;
   TORCH_CHECK_VALUE(top_k > 0 && tokens.size(0) * top_k == routing.pairs(), op, ": tokens ",
                     tokens.sizes(), " with top_k=", top_k, " do not belong to a routing of ",
                     routing.pairs(), " pairs of a token and an expert");
-  TORCH_CHECK_VALUE(rows == routing.rows(), op, ": rows=", rows, " must be ", routing.rows(),
-                    ", the rows of this rank's experts");
+  TORCH_CHECK_VALUE(rows == routing.rows() || rows == kAnyRows, op, ": rows=", rows, " must be ",
+                    routing.rows(), ", the rows of this rank's experts");
 }
 
 at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tensor& table,
-                         int64_t rows, int64_t top_k, int64_t experts, const char* op) {
+                         int64_t rows, int64_t top_k, int64_t experts) {
+  constexpr const char* op = kDispatchRows;
   check_has_dims(op, "tokens", tokens);
   const Routing routing(op, table, experts, group);
-  check_dispatch(op, tokens, rows, top_k, routing);
+  check_dispatch(tokens, rows, top_k, routing);
   const TokenRows input(tokens);
   at::DimVector shape(tokens.sizes());
-  shape[0] = rows;
+  shape[0] = routing.rows();
   at::Tensor out = new_output(tokens, shape);
   const TokenRows output(out);
   const auto numbers = routing.tokens(top_k);
@@ -144,8 +142,6 @@ at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tenso
   return out;
 }
 
-namespace {
-
 void dispatch_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor out;
@@ -159,10 +155,9 @@ void dispatch_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- rows back to their tokens -----------------------------------------------------------------
 
-}  // namespace
-
-void check_combine(const char* op, const at::Tensor& rows, const at::Tensor& weights,
-                   const Routing& routing, int64_t top_k) {
+void check_combine(const at::Tensor& rows, const at::Tensor& weights, const Routing& routing,
+                   int64_t top_k) {
+  constexpr const char* op = kCombineRows;
   const auto dtype = rows.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
@@ -181,36 +176,8 @@ void check_combine(const char* op, const at::Tensor& rows, const at::Tensor& wei
                     ", one for each token and expert");
 }
 
-namespace {
-
-// Copies the results for each peer to the slot.
-class CopiedRows : public Combination {
- public:
-  CopiedRows(const Routing& routing, const at::Tensor& rows, at::Tensor factors, int64_t top_k,
-             at::Tensor out)
-      : Combination(routing, std::move(factors), top_k, std::move(out)), input_(rows) {}
-
- protected:
-  void write(int peer, char* slot, SlotStores& stores) override {
-    const int64_t count = routing_.taken(peer), bytes = count * row_bytes();
-    const int64_t* numbers = routing_.arriving(peer);
-    stores.run(bytes, [&](bool past_caches) {
-      divide_rows(count, bytes, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i)
-          copy_bytes(slot + numbers[i] * row_bytes(), input_.data + numbers[i] * input_.pitch,
-                     row_bytes(), past_caches, true);
-      });
-      return bytes;
-    });
-  }
-  void work() override { own_rows_at(input_.data, input_.pitch); }
-
- private:
-  TokenRows input_;
-};
-
 // For more rows than fit into slots: collects all results, then adds them up.
-void combine_in_pieces(const char* op, Group& group, const at::Tensor& rows, const Routing& routing,
+void combine_in_pieces(Group& group, const at::Tensor& rows, const Routing& routing,
                        const at::Tensor& factors, int64_t top_k, at::Tensor& out) {
   const TokenRows input(rows);
   at::DimVector shape(rows.sizes());
@@ -219,7 +186,7 @@ void combine_in_pieces(const char* op, Group& group, const at::Tensor& rows, con
   auto* back = static_cast<char*>(returned.mutable_data_ptr());
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllToAll;
-  exchange.call_name = name_of_rows(op, rows, routing.experts());
+  exchange.call_name = name_of_rows(kCombineRows, rows, routing.experts());
   std::vector<const char*> row_at(static_cast<size_t>(routing.sent()));
   for (int64_t peer = 0; peer < group.world_size(); ++peer) {
     const bool own = peer == group.rank();
@@ -233,29 +200,26 @@ void combine_in_pieces(const char* op, Group& group, const at::Tensor& rows, con
                                   : Extent{back + begin * input.bytes, given * input.bytes});
   }
   run(group, std::move(exchange));
-  after_exchange(group, op, [&] { add_up_rows(routing, row_at, factors, top_k, out); });
+  after_exchange(group, kCombineRows, [&] { add_up_rows(routing, row_at, factors, top_k, out); });
 }
 
-}  // namespace
-
 at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& weights,
-                        const at::Tensor& table, int64_t top_k, int64_t experts, const char* op) {
+                        const at::Tensor& table, int64_t top_k, int64_t experts) {
+  constexpr const char* op = kCombineRows;
   check_has_dims(op, "rows", rows);
   const Routing routing(op, table, experts, group);
-  check_combine(op, rows, weights, routing, top_k);
+  check_combine(rows, weights, routing, top_k);
   const at::Tensor factors = factors_for(weights, rows.scalar_type());
   at::DimVector shape(rows.sizes());
   shape[0] = routing.pairs() / top_k;
   at::Tensor out = new_output(rows, shape);
-  CopiedRows call(routing, rows, factors, top_k, out);
+  Combination call(routing, rows, factors, top_k, out);
   if (routing.most_rows() * call.row_bytes() > kMostSlotBytes)
-    combine_in_pieces(op, group, rows, routing, factors, top_k, out);
+    combine_in_pieces(group, rows, routing, factors, top_k, out);
   else
     call.run(group, name_of_rows(op, rows, experts));
   return out;
 }
-
-namespace {
 
 void combine_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);

@@ -1,9 +1,8 @@
-// Calls an op from Python in half the time of torch's own callable: puts arguments of the usual
-// types on the stack by position, without a search among overloads. Part of the library that needs
-// Python's headers (backend/glue.cpp).
+// Calls an op from Python sooner than torch's own callable, which looks for the right overload:
+// attention of one token takes 8.0 us instead of 10.2, other ops 5 instead of 6. Part of the
+// library that needs Python's headers (backend/glue.cpp).
 //
-// torch's callable handles everything else: tensor subclasses, modes, other types of arguments,
-// wrong arguments.
+// torch's callable handles everything else: tensor subclasses, modes, wrong arguments.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -28,15 +27,7 @@ struct OpCall {
 };
 
 PyObject* to_python(const c10::IValue& value) {
-  if (value.isTensor()) return THPVariable_Wrap(value.toTensor());
-  if (value.isNone()) Py_RETURN_NONE;
-  if (value.isInt()) return PyLong_FromLongLong(value.toInt());
-  TORCH_CHECK(value.isTensorList(), "symm_cp: an op returned ", value.tagKind());
-  const auto tensors = value.toTensorList();
-  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
-  for (size_t i = 0; list != nullptr && i < tensors.size(); ++i)
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), THPVariable_Wrap(tensors.get(i)));
-  return list;
+  return torch::jit::toPyObject(value).release().ptr();
 }
 
 PyObject* run(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) {
@@ -61,7 +52,7 @@ PyObject* call(PyObject* object, PyObject* const* given, size_t count, PyObject*
     std::vector<c10::IValue> stack;
     if (take_arguments(*self.arguments, given, PyVectorcall_NARGS(count), names, stack))
       return run(*self.op, stack);
-    PyErr_Clear();  // the number is too large; torch reports that
+    PyErr_Clear();  // torch reports what is wrong
   }
   return PyObject_Vectorcall(self.torchs, given, count, names);
 }

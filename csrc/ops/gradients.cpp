@@ -1,16 +1,13 @@
-// Gradients of the collectives, in C++ because a gradient registered from Python costs each call 6
-// microseconds, as much as a small collective.
+// What autograd must know of collectives beside gradients that are ops (backward_ops.cpp): the
+// gradient of one that writes to its input, refusals, and which tensors were overwritten.
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include <cstring>
 
 #include "ops/gradients.h"
-
-#include "ops/as_torch.h"
 
 namespace symm_cp {
 
@@ -48,45 +45,7 @@ using namespace gradients;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return handle_of(name).typed<Signature>();
-}
-
-at::Tensor all_gather(const at::Tensor& tensor, const std::string& group) {
-  static const auto op =
-      find_op<at::Tensor(const at::Tensor&, std::string)>("symm_mem::_low_contention_all_gather");
-  return op.call(tensor, group);
-}
-
-at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op,
-                          const std::string& group) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&, std::string, std::string)>(
-      "symm_mem::_low_contention_reduce_scatter");
-  return op.call(tensor, reduce_op, group);
-}
-
-// Calls the op that runs this library's kernel on devices other than CPUs; torch's own op may
-// refuse a gradient, which lies outside symmetric memory.
-at::Tensor call_ours(const char* name, Stack stack) {
-  stack.emplace_back();  // sizes: equal parts
-  stack.emplace_back();
-  handle_of(name).callBoxed(stack);
-  return stack.back().toTensor();
-}
-
-at::Tensor all_gather_gradient(const at::Tensor& grad, const std::string& group) {
-  if (grad.is_cpu()) return all_gather(grad, group);
-  return call_ours("symm_mem::_low_contention_all_gather_split", {grad, group});
-}
-
-at::Tensor reduce_scatter_gradient(const at::Tensor& grad, const std::string& group) {
-  if (grad.is_cpu()) return reduce_scatter(grad, "sum", group);
-  return call_ours("symm_mem::_low_contention_reduce_scatter_split", {grad, "sum", group});
-}
-
-// Calls one of torch's two ops below, boxed, since their C++ signatures differ between torch's
-// builds.
+// Calls one of these ops boxed, since the C++ signatures of torch's differ between its builds.
 at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tensor,
                            const c10::IValue& reduce_op, const c10::IValue& group) {
   Stack stack{tensor, reduce_op, group};
@@ -94,149 +53,23 @@ at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tens
   return stack.back().toTensor();
 }
 
-at::Tensor all_reduce(const at::Tensor& tensor, const c10::IValue& reduce_op,
-                      const c10::IValue& group) {
-  static const auto op = handle_of("symm_mem::one_shot_all_reduce");
-  return call_all_reduce(op, tensor, reduce_op, group);
-}
-
-at::Tensor all_reduce_in_place(const at::Tensor& tensor, const c10::IValue& reduce_op,
-                               const c10::IValue& group) {
-  static const auto op = handle_of("symm_mem::two_shot_all_reduce_");
-  return call_all_reduce(op, tensor, reduce_op, group);
-}
-
-at::Tensor waited(const at::Tensor& tensor) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
-  return op.call(tensor);
-}
-
-struct AllGather : torch::autograd::Function<AllGather> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
-                            const std::string& group) {
-    ctx->saved_data["group"] = group;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return all_gather(tensor, group);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const std::string group = ctx->saved_data["group"].toStringRef();
-    return {waited(reduce_scatter_gradient(grads[0], group)), at::Tensor()};
-  }
-};
-
-struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
-                            const std::string& reduce_op, const std::string& group) {
-    ctx->saved_data["group"] = group;
-    ctx->saved_data["mean"] = reduce_op == "avg";
-    ctx->saved_data["rows"] = tensor.size(0);
-    at::AutoDispatchBelowADInplaceOrView below;
-    return reduce_scatter(tensor, reduce_op, group);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::Tensor grad = waited(all_gather_gradient(grads[0], ctx->saved_data["group"].toStringRef()));
-    if (ctx->saved_data["mean"].toBool())
-      grad = grad * (static_cast<double>(grads[0].size(0)) / ctx->saved_data["rows"].toInt());
-    return {grad, at::Tensor(), at::Tensor()};
-  }
-};
-
-// A plain node: torch's `Function` would cost a microsecond more.
-struct AllReduceBackward : torch::autograd::Node {
-  c10::IValue reduce_op, group;
-
-  std::string name() const override { return "OneShotAllReduceBackward"; }
-  // Every rank's output depends on every rank's input in the same way. A rank whose output was not
-  // used takes part as well, with zeros.
-  variable_list apply(variable_list&& grads) override {
-    const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
-    const kernels::OwnCalls own;
-    return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_on_device(grad)};
-  }
-
-  // torch's one-shot kernels for other devices take only symmetric memory, so this calls the
-  // functional all-reduce: gradients lie in ordinary memory.
-  at::Tensor all_reduce_on_device(const at::Tensor& grad) const;
-};
-
-at::Tensor with_gradient(at::Tensor total, const at::Tensor& of, const c10::IValue& reduce_op,
-                         const c10::IValue& group) {
-  const auto node = make_node<AllReduceBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(of));
-  node->reduce_op = reduce_op;
-  node->group = group;
-  torch::autograd::set_history(total, node);
-  return total;
-}
-
-at::Tensor AllReduceBackward::all_reduce_on_device(const at::Tensor& grad) const {
-  static const auto op = handle_of("_c10d_functional::all_reduce");
-  at::Tensor total;
-  {
-    at::AutoDispatchBelowAutograd below;
-    total = waited(call_all_reduce(op, grad, reduce_op, group));
-  }
-  const bool again = at::GradMode::is_enabled() && grad.requires_grad();
-  return again ? with_gradient(std::move(total), grad, reduce_op, group) : total;
-}
-
 struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
                             const c10::IValue& reduce_op, const c10::IValue& group) {
+    static const auto op = handle_of("symm_mem::two_shot_all_reduce_");
     ctx->saved_data["group"] = group;
     ctx->saved_data["reduce_op"] = reduce_op;
     ctx->mark_dirty({tensor});
     at::AutoDispatchBelowAutograd below;  // above ADInplaceOrView, which counts the modification
-    all_reduce_in_place(tensor, reduce_op, group);
+    call_all_reduce(op, tensor, reduce_op, group);
     return tensor;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const kernels::OwnCalls own;
-    return {all_reduce(grads[0], ctx->saved_data["reduce_op"], ctx->saved_data["group"]),
+    static const auto op = handle_of("symm_mem::_all_reduce_backward");
+    return {call_all_reduce(op, grads[0], ctx->saved_data["reduce_op"], ctx->saved_data["group"]),
             at::Tensor(), at::Tensor()};
   }
 };
-
-at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
-  constexpr const char* name = "_low_contention_all_gather";
-  at::Tensor gathered;
-  kernels::reporting_refusals(name, group, kAsync, tensor.key_set(), [&] {
-    if (needs_gradient(name, tensor)) {
-      gathered = AllGather::apply(tensor, group);
-      return;
-    }
-    at::AutoDispatchBelowADInplaceOrView below;
-    gathered = all_gather(tensor, group);
-  });
-  return gathered;
-}
-
-at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_op,
-                                   std::string group) {
-  constexpr const char* name = "_low_contention_reduce_scatter";
-  at::Tensor scattered;
-  kernels::reporting_refusals(name, group, kAsync, tensor.key_set(), [&] {
-    if (needs_gradient(name, tensor)) {
-      scattered = ReduceScatter::apply(tensor, reduce_op, group);
-      return;
-    }
-    at::AutoDispatchBelowADInplaceOrView below;
-    scattered = reduce_scatter(tensor, reduce_op, group);
-  });
-  return scattered;
-}
-
-// For ops whose last three arguments are the reduced tensor, the reduction and the group.
-void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, 3);
-  const at::Tensor& tensor = arguments[0].toTensor();
-  const char* name = name_of(op);
-  if (!needs_gradient(name, tensor)) return redispatch(op, keys, stack);
-  const at::Tensor reduced = tensor;
-  const c10::IValue reduce_op = arguments[1], group = arguments[2];
-  redispatch(op, keys, stack);
-  with_gradient(stack->back().toTensor(), reduced, reduce_op, group);
-}
 
 void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);
@@ -301,10 +134,6 @@ void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
-  m.impl("_low_contention_all_gather", all_gather_autograd);
-  m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
-  for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&one_shot_autograd>>());
   for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&out_autograd, kAsync>>());
 }

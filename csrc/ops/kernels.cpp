@@ -330,15 +330,6 @@ std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence) {
   return peers != nullptr ? find_mapping(*peers, sequence) : nullptr;
 }
 
-bool is_transposed(const at::Tensor& weight) {
-  if (!weight.mT().is_contiguous()) return false;
-  if (!weight.is_contiguous()) return true;
-  // A single row or column is contiguous in both layouts; its strides tell which is meant.
-  const auto strides = std::pair(weight.stride(-2), weight.stride(-1));
-  return strides == std::pair(int64_t{1}, weight.size(-2)) &&
-         strides != std::pair(weight.size(-1), int64_t{1});
-}
-
 bool is_symmetric(const Group& group, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return false;  // an empty tensor has no address
   return mapping_of(group, tensor.const_data_ptr()) != nullptr;

@@ -164,10 +164,6 @@ std::string name_sizes(const std::vector<int64_t>& sizes);
 // Sets how an exchange reduces elements; complex elements are pairs of real ones.
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
 
-// Whether the weight, and so its gradient, is laid out by columns: see
-// symm_cp/ops/matmul/derivatives.py.
-bool is_transposed(const at::Tensor& weight);
-
 // Returns the group's mapping of the tensor at an address, or the mapping made by rendezvous number
 // `sequence`; null if there is none.
 std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address);
@@ -189,29 +185,22 @@ struct Failed : std::exception {
   std::exception_ptr cause;
 };
 
-// Runs a kernel of a call, and records it like a step of an exchange.
+// Runs a kernel after the exchange, and records it like a step: all ranks have completed the
+// exchange, so an error is not reported to the peers.
 template <class Kernel>
-void recorded(Group& group, Kind kind, const char* op, const Kernel& kernel) {
+void after_exchange(Group& group, const char* op, const Kernel& kernel) {
   Recorder& recorder = Recorder::instance();
-  if (!recorder.on()) return kernel();
-  const int64_t start = Recorder::now();
-  kernel();
-  Command shown{};
-  shown.kind = kind;
-  const int64_t begun = group.workspace(kSync).epoch();
-  const auto epoch = static_cast<uint32_t>(begun + (kind == Kind::kProduce ? 1 : 0));
-  recorder.add(shown, start, Recorder::now(), epoch, op);
-}
-
-// Multiplies after the exchange: all ranks have completed it, so an error is not reported to the
-// peers.
-template <class Multiply>
-void after_exchange(Group& group, const char* op, const Multiply& multiply) {
+  const int64_t start = recorder.on() ? Recorder::now() : 0;
   try {
-    recorded(group, Kind::kConsume, op, multiply);
+    kernel();
   } catch (const std::exception&) {
     throw Failed(std::current_exception());
   }
+  if (start == 0) return;
+  Command shown{};
+  shown.kind = Kind::kConsume;
+  const auto epoch = static_cast<uint32_t>(group.workspace(kSync).epoch());
+  recorder.add(shown, start, Recorder::now(), epoch, op);
 }
 
 // Returns the error's name in Python and its text: "ValueError: ...".

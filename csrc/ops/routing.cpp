@@ -7,7 +7,10 @@
 #include <utility>
 
 #include "base/parallel.h"
+#include "base/team.h"
+#include "exchange/copy.h"
 #include "exchange/row_sums.h"
+#include "memory/slot_stores.h"
 
 namespace symm_cp::experts {
 
@@ -21,17 +24,22 @@ int64_t experts_of_rank(const char* op, int64_t experts, int64_t ranks) {
 
 // --- Routing ---------------------------------------------------------------------------------
 
+int64_t check_table(const char* op, const at::Tensor& table, int64_t experts, int64_t ranks) {
+  const int64_t local = experts_of_rank(op, experts, ranks);
+  TORCH_CHECK_TYPE(table.scalar_type() == at::kLong && table.is_contiguous(), op,
+                   ": table must be a contiguous torch.int64 tensor, is ",
+                   name_dtype(table.scalar_type()));
+  TORCH_CHECK_VALUE(table.dim() == 1 && table.numel() >= ranks * experts, op, ": table ",
+                    table.sizes(), " is not of a routing of ", ranks, " ranks to ", experts,
+                    " experts");
+  return local;
+}
+
 Routing::Routing(const char* op, const at::Tensor& table, int64_t experts, const Group& group)
     : ranks_(group.world_size()),
       rank_(group.rank()),
       experts_(experts),
-      local_(experts_of_rank(op, experts, ranks_)) {
-  TORCH_CHECK_TYPE(table.scalar_type() == at::kLong && table.is_contiguous(), op,
-                   ": table must be a contiguous torch.int64 tensor, is ",
-                   name_dtype(table.scalar_type()));
-  TORCH_CHECK_VALUE(table.dim() == 1 && table.numel() >= ranks_ * experts_, op, ": table ",
-                    table.sizes(), " is not of a routing of ", ranks_, " ranks to ", experts_,
-                    " experts");
+      local_(check_table(op, table, experts, ranks_)) {
   counts_ = table.const_data_ptr<int64_t>();
   places_ = counts_ + ranks_ * experts_;
   pairs_ = table.numel() - ranks_ * experts_;
@@ -90,14 +98,9 @@ TokenRows::TokenRows(const at::Tensor& given)
   for (const int64_t size : tensor.sizes().slice(1)) bytes *= size;
 }
 
-std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts,
-                         const std::string& detail) {
+std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts) {
   return name_call(op, rows.scalar_type(), rows.sizes().slice(1),
-                   std::to_string(experts) + " experts" + detail);
-}
-
-int64_t slot_bytes_for(int64_t bytes) {
-  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kPieceBytes))));
+                   std::to_string(experts) + " experts");
 }
 
 at::Tensor factors_for(const at::Tensor& weights, at::ScalarType dtype) {
@@ -122,48 +125,12 @@ void add_up_rows(const Routing& routing, const std::vector<const char*>& row_at,
   parallel_for(0, count, grain, [&](int64_t first, int64_t last) { add_rows(sums, first, last); });
 }
 
-// --- SlotCall --------------------------------------------------------------------------------
-
-void SlotCall::run(Group& group, std::string call_name, int64_t slot_bytes,
-                   const std::vector<int64_t>& given, const std::vector<int64_t>& taken) {
-  Exchange exchange{};
-  exchange.kind = ExchangeKind::kHandledAllToAll;
-  exchange.call_name = std::move(call_name);
-  exchange.handler = this;
-  exchange.piece_bytes = slot_bytes_for(slot_bytes);
-  for (const int64_t bytes : given) exchange.input.push_back({nullptr, bytes});
-  for (const int64_t bytes : taken) exchange.output.push_back({nullptr, bytes});
-  try {
-    symm_cp::run(group, std::move(exchange));
-  } catch (...) {
-    if (failure_) throw Failed(failure_);
-    throw;
-  }
-}
-
-void SlotCall::guarded(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    failure_ = std::current_exception();
-    throw std::runtime_error(describe(error));
-  }
-}
-
-void SlotCall::give(int peer, char* slot, SlotStores& stores) {
-  guarded([&] { write(peer, slot, stores); });
-}
-void SlotCall::keep() {
-  guarded([&] { work(); });
-}
-void SlotCall::take(int peer, const char* slot) {
-  guarded([&] { read(peer, slot); });
-}
-
 // --- Combination -----------------------------------------------------------------------------
 
-Combination::Combination(const Routing& routing, at::Tensor factors, int64_t top_k, at::Tensor out)
+Combination::Combination(const Routing& routing, const at::Tensor& rows, at::Tensor factors,
+                         int64_t top_k, at::Tensor out)
     : routing_(routing),
+      input_(rows),
       factors_(std::move(factors)),
       top_k_(top_k),
       out_(std::move(out)),
@@ -174,14 +141,41 @@ Combination::Combination(const Routing& routing, at::Tensor factors, int64_t top
 }
 
 void Combination::run(Group& group, std::string call_name) {
-  std::vector<int64_t> given, taken;
+  Exchange exchange{};
+  exchange.kind = ExchangeKind::kHandledAllToAll;
+  exchange.call_name = std::move(call_name);
+  exchange.handler = this;
+  // A power of two, so that calls with more rows seldom need larger slots.
+  const auto needed = std::max(routing_.most_rows() * row_bytes_, kPieceBytes);
+  exchange.piece_bytes = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(needed)));
   for (int64_t peer = 0; peer < routing_.ranks(); ++peer) {
     const bool own = peer == routing_.rank();
-    given.push_back(own ? 0 : routing_.taken(peer) * row_bytes_);
-    taken.push_back(own ? 0 : routing_.given(peer) * row_bytes_);
+    exchange.input.push_back({nullptr, own ? 0 : routing_.taken(peer) * row_bytes_});
+    exchange.output.push_back({nullptr, own ? 0 : routing_.given(peer) * row_bytes_});
   }
-  SlotCall::run(group, std::move(call_name), routing_.most_rows() * row_bytes_, given, taken);
+  try {
+    symm_cp::run(group, std::move(exchange));
+  } catch (...) {
+    if (failure_) throw Failed(failure_);
+    throw;
+  }
 }
+
+void Combination::give(int peer, char* slot, SlotStores& stores) {
+  const int64_t count = routing_.taken(peer), bytes = count * row_bytes_;
+  const int64_t* numbers = routing_.arriving(peer);
+  stores.run(bytes, [&](bool past_caches) {
+    divide_rows(count, bytes, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i)
+        copy_bytes(slot + numbers[i] * row_bytes_, input_.data + numbers[i] * input_.pitch,
+                   row_bytes_, past_caches, true);
+    });
+    return bytes;
+  });
+}
+
+void Combination::keep() { rows_at(routing_.rank(), input_.data, input_.pitch); }
+void Combination::take(int peer, const char* slot) { rows_at(peer, slot, row_bytes_); }
 
 void Combination::rows_at(int64_t owner, const char* data, int64_t pitch) {
   int64_t place = routing_.begin(owner);
@@ -189,13 +183,13 @@ void Combination::rows_at(int64_t owner, const char* data, int64_t pitch) {
   for (int64_t e = first; e < first + routing_.local(); ++e)
     for (int64_t i = 0; i < routing_.count(routing_.rank(), e); ++i)
       row_at_[place++] = data + (routing_.first_row(routing_.rank(), e) + i) * pitch;
-  if (--missing_ == 0) add_up_rows(routing_, row_at_, factors_, top_k_, out_);
+  if (--missing_ > 0) return;
+  try {
+    add_up_rows(routing_, row_at_, factors_, top_k_, out_);
+  } catch (const std::exception& error) {
+    failure_ = std::current_exception();
+    throw std::runtime_error(describe(error));
+  }
 }
-
-void Combination::own_rows_at(const char* data, int64_t pitch) {
-  rows_at(routing_.rank(), data, pitch);
-}
-
-void Combination::read(int peer, const char* slot) { rows_at(peer, slot, row_bytes_); }
 
 }  // namespace symm_cp::experts

@@ -1,6 +1,5 @@
 // The routing of tokens to experts. All ranks can compute it once they have exchanged the number of
-// tokens that each has for each expert. Shared by the kernels of experts.cpp and
-// grouped_matmuls.cpp.
+// tokens that each has for each expert. Shared by experts.cpp and grouped_matmuls.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +20,8 @@ constexpr int64_t kDropped = -1;
 // Returns the number of experts per rank; raises ValueError unless `experts` is divisible by
 // `ranks`.
 int64_t experts_of_rank(const char* op, int64_t experts, int64_t ranks);
+// The same; also raises ValueError or TypeError for a tensor that is no table of a routing.
+int64_t check_table(const char* op, const at::Tensor& table, int64_t experts, int64_t ranks);
 
 // A routing, read from its table: the number of tokens that each rank sends to each expert, then
 // the place in sending order of each pair of a token of this rank and one of the token's experts.
@@ -81,29 +82,12 @@ struct TokenRows {
 };
 
 // Names the part of a call that all ranks have in common.
-std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts,
-                         const std::string& detail = "");
+std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts);
 
 // Up to this size a rank's data goes through its slot as a whole, above it in pieces. The size is
 // limited because there are two slots and they stay allocated.
 constexpr int64_t kMostSlotBytes = int64_t{256} << 20;
-// The slot size for `bytes`, rounded up to a power of two so that calls with more rows seldom need
-// larger slots.
-int64_t slot_bytes_for(int64_t bytes);
 
-// Sends rows from their tokens to their experts, in pieces through the slots.
-at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tensor& table,
-                         int64_t rows, int64_t top_k, int64_t experts,
-                         const char* op = kDispatchRows);
-void check_dispatch(const char* op, const at::Tensor& tokens, int64_t rows, int64_t top_k,
-                    const Routing& routing);
-
-// Sends the experts' results back to their tokens' ranks, which add them up with their weights.
-void check_combine(const char* op, const at::Tensor& rows, const at::Tensor& weights,
-                   const Routing& routing, int64_t top_k);
-at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& weights,
-                        const at::Tensor& table, int64_t top_k, int64_t experts,
-                        const char* op = kCombineRows);
 // Returns the weights in the dtype in which rows of `dtype` are added.
 at::Tensor factors_for(const at::Tensor& weights, at::ScalarType dtype);
 
@@ -112,54 +96,35 @@ at::Tensor factors_for(const at::Tensor& weights, at::ScalarType dtype);
 void add_up_rows(const Routing& routing, const std::vector<const char*>& row_at,
                  const at::Tensor& factors, int64_t top_k, at::Tensor& out);
 
-// An exchange whose slots the caller writes and reads.
-class SlotCall : public SlotHandler {
+// Brings the experts' results back to this rank's tokens, and adds them up once the results of all
+// ranks are there. The slots hold results in the order of the experts' rows.
+class Combination : public SlotHandler {
  public:
-  // Runs a call in which this rank sends `given[p]` bytes to rank p and receives `taken[p]`. If
-  // this object's `write`, `work` or `read` throws, throws Failed with that exception.
-  void run(Group& group, std::string call_name, int64_t slot_bytes,
-           const std::vector<int64_t>& given, const std::vector<int64_t>& taken);
+  // The sums go to `out`.
+  Combination(const Routing& routing, const at::Tensor& rows, at::Tensor factors, int64_t top_k,
+              at::Tensor out);
+  // If adding up throws, throws Failed with that exception.
+  void run(Group& group, std::string call_name);
+  int64_t row_bytes() const { return row_bytes_; }
 
   void give(int peer, char* slot, SlotStores& stores) override;
   void keep() override;
   void take(int peer, const char* slot) override;
 
- protected:
-  virtual void write(int peer, char* slot, SlotStores& stores) = 0;
-  virtual void work() = 0;
-  virtual void read(int peer, const char* slot) = 0;
-
  private:
-  void guarded(const std::function<void()>& body);
-  std::exception_ptr failure_;
-};
-
-// Brings the experts' results back to this rank's tokens, and adds them up once the results of all
-// ranks are there. The slots hold results in the order of the experts' rows.
-class Combination : public SlotCall {
- public:
-  // The sums go to `out`.
-  Combination(const Routing& routing, at::Tensor factors, int64_t top_k, at::Tensor out);
-  void run(Group& group, std::string call_name);
-  int64_t row_bytes() const { return row_bytes_; }
-
- protected:
-  void read(int peer, const char* slot) override;
-  // Sets where the results for this rank's own tokens are: row r of its experts is at `data + r *
+  // Adds up all rows once the last owner's rows are there: row r of its experts is at `data + r *
   // pitch`.
-  void own_rows_at(const char* data, int64_t pitch);
-  const Routing& routing_;
-
- private:
-  // Adds up all rows once the last owner's rows are there.
   void rows_at(int64_t owner, const char* data, int64_t pitch);
 
+  const Routing& routing_;
+  TokenRows input_;
   at::Tensor factors_;
   int64_t top_k_;
   at::Tensor out_;
   int64_t row_bytes_;
   int64_t missing_;  // ranks whose rows have not arrived
   std::vector<const char*> row_at_;
+  std::exception_ptr failure_;
 };
 
 }  // namespace symm_cp::experts

@@ -88,11 +88,11 @@ bool arguments_of(const KnownOp& op, PyObject* args, PyObject* kwargs,
     const Argument& argument = op.arguments[i];
     PyObject* const given = i < positional ? PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i))
                                            : PyDict_GetItem(kwargs, argument.name);
-    if (argument.kind == Kind::kTensor && given != nullptr &&
-        (PyFloat_CheckExact(given) || is_number(given))) {  // as in `tensor * 2`
+    if (argument.type->kind() == c10::TypeKind::TensorType && given != nullptr &&
+        (PyFloat_CheckExact(given) || PyLong_CheckExact(given))) {  // as in `tensor * 2`
       at::Tensor number = PyFloat_CheckExact(given)
                               ? at::scalar_tensor(PyFloat_AS_DOUBLE(given), at::kDouble)
-                              : at::scalar_tensor(to_number(given), at::kLong);
+                              : at::scalar_tensor(PyLong_AsLongLong(given), at::kLong);
       number.unsafeGetTensorImpl()->set_wrapped_number(true);
       stack.emplace_back(std::move(number));
     } else if (!take(argument, given, stack)) {

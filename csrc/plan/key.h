@@ -21,7 +21,8 @@ namespace plans {
 using torch::jit::Stack;
 
 // The arguments of an op that may differ between calls of one plan: for each the dimension of a
-// tensor whose size may, as do its strides and values, or kFreeNumber; none of an op without any.
+// tensor, or of those in a list, whose size may, as do its strides and values, or kFreeNumber; none
+// of an op without any.
 using Free = std::vector<int>;
 constexpr int kNotFree = -1;
 constexpr int kFreeNumber = 100;
@@ -44,10 +45,8 @@ class Key {
         group_name_ = &value.toStringRef();
       else if (how == kFreeNumber && value.isInt())
         add(-4), free_numbers_.push_back({&arguments[i].name(), value.toInt()});
-      else if (how != kNotFree && value.isTensor())
-        add_tensor(value.toTensor(), how);
       else
-        add_value(value);
+        add_value(value, how);
     }
     if (usable() && (tensors_.empty() || group_name_ == nullptr)) unusable_ = "it takes no tensor";
     if (usable()) add_settings();
@@ -85,11 +84,11 @@ class Key {
     std::memcpy(numbers_.data() + first, text.data(), text.size());
   }
 
-  void add_value(const c10::IValue& value) {
+  void add_value(const c10::IValue& value, int free_dim) {
     if (value.isNone()) {
       add(-1);
     } else if (value.isTensor()) {
-      add_tensor(value.toTensor());
+      add_tensor(value.toTensor(), free_dim);
     } else if (value.isInt()) {
       add(value.toInt());
     } else if (value.isBool()) {
@@ -103,7 +102,7 @@ class Key {
       add(value.toStringRef());
     } else if (value.isList()) {
       add(-2 - static_cast<int64_t>(value.toListRef().size()));
-      for (const c10::IValue& element : value.toListRef()) add_value(element);
+      for (const c10::IValue& element : value.toListRef()) add_value(element, free_dim);
     } else {
       unusable_ = "an argument is of a kind that plans do not tell apart";
     }
@@ -116,7 +115,7 @@ class Key {
     if (known == free_sizes_.end()) free_sizes_.push_back(size);
   }
 
-  void add_tensor(const at::Tensor& tensor, int free_dim = kNotFree) {
+  void add_tensor(const at::Tensor& tensor, int free_dim) {
     const bool is_free = free_dim != kNotFree;
     if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
         tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
@@ -154,7 +153,8 @@ class Key {
       for (int64_t dim = 0; is_free && dim < tensors_[i].dim(); ++dim) add(tensors_[i].stride(dim));
       break;
     }
-    if (is_free) free_tensors_ |= uint64_t{1} << tensors_.size();
+    if (is_free && tensors_.size() >= 64) unusable_ = "it takes too many tensors";
+    if (is_free) free_tensors_ |= uint64_t{1} << tensors_.size() % 64;
     tensors_.push_back(tensor);
     // The host may read the values of integer tensors, such as layouts, masks and routings.
     if (usable() && !is_free && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))

@@ -41,20 +41,24 @@ struct ValuePlace {
   int64_t offset = 0;
 };
 
-// A tensor over a value.
+// A tensor over a value. Sizes that follow a free argument are not part of a plan: then it is the
+// caller's tensor with a place in the key (`free`), or the result of a step as it is (`whole`).
 struct View {
   ValuePlace place;
   at::DimVector sizes, strides;
   at::ScalarType dtype = at::kByte;
+  std::optional<size_t> free = {};
+  bool whole = false;
+  bool varies() const { return free.has_value() || whole; }
 };
 
-// An argument of an op, or a result of the call: a constant, a tensor, a list of tensors, or what
-// the caller gave: its tensor or its free number with this place in the key.
+// An argument of an op, or a result of the call: a constant, a tensor, a list of tensors, or the
+// caller's free number with this place in the key.
 struct StepArgument {
   c10::IValue constant;
   std::vector<View> tensors;
   bool is_list = false;
-  std::optional<size_t> free_tensor, free_number;
+  std::optional<size_t> free_number = {};
 };
 
 struct OpStep {
@@ -143,7 +147,8 @@ struct Plan {
   std::vector<std::pair<int, at::Tensor>> constants;  // values that are the same in all calls
   c10::Device device = c10::kCPU;
   size_t exchanges = 0;
-  bool counts = false;                         // as a run of attention
+  int64_t calls = 0;    // of the group: its exchanges, and those of ops among its steps
+  bool counts = false;  // as a run of attention
   std::vector<std::function<bool()>> may_run;  // called before each run
 };
 

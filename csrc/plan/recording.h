@@ -70,7 +70,8 @@ class PlanRecording final : public Recording {
       return result.defined() && value_of(result) == kNoValue;
     });
     // Only makes views: nothing to record.
-    if (!fresh && !schema.is_mutable() && !schema.returns().empty()) return;
+    const bool waits = schema.name() == "_c10d_functional::wait_tensor";
+    if (!fresh && !waits && !schema.is_mutable() && !schema.returns().empty()) return;
     what_ = schema.name();
     if (makes_result(op, results)) {
       const at::Tensor& made = results[0];
@@ -82,11 +83,12 @@ class PlanRecording final : public Recording {
     step.is_mm = schema.name() == "aten::mm" && schema.overload_name() == "out";
     for (size_t i = 0; i < arguments.size(); ++i)
       step.arguments.push_back(given(arguments[i], &schema.arguments()[i].name()));
-    // The size of a result that follows a free one would be part of the plan.
-    const auto is_free = [](const StepArgument& each) { return each.free_tensor.has_value(); };
-    if (fresh && std::any_of(step.arguments.begin(), step.arguments.end(), is_free))
-      refuse(what_ + " makes a tensor of a free argument");
-    for (const at::Tensor& result : results) step.results.push_back(add_value(result));
+    bool varies = false;  // maybe the sizes of its results
+    for_each_view(step, [&](const View& view) { varies |= view.varies(); });
+    for (const at::Tensor& result : results) {
+      step.results.push_back(add_value(result));
+      if (varies && step.results.back() != kNoValue) values_.back().varying = sizes_of(result);
+    }
     steps_of(kernel).emplace_back(std::move(step));
   }
 
@@ -122,6 +124,7 @@ class PlanRecording final : public Recording {
       joined &= launch == nullptr || launch->joined;
     }
     if (plan_.device.is_cpu() && !launches) {
+      plan_.calls = calls_;
       if (Group::made_by_this_thread() - first_call_ != calls_)
         refusal_ = "it exchanges data by other calls than ops";
     } else if (!launches) {
@@ -166,6 +169,7 @@ class PlanRecording final : public Recording {
     const char* address;  // of the first tensor in it
     const char* begin;
     size_t bytes;
+    std::optional<View> varying = {};  // a result whose sizes may follow a free argument
   };
 
   // Within its scope the kernel's launch replaces the current one, since streams may run the kernel
@@ -244,9 +248,14 @@ class PlanRecording final : public Recording {
     what_ = "an exchange";
     ExchangeStep step;
     step.prepared = prepare(op, arguments);
+    const auto view = [&](const at::Tensor& tensor) {
+      View made = view_of(tensor);
+      if (made.varies()) refuse("an exchange of a tensor whose size may vary");
+      return made;
+    };
     const auto views = [&](const c10::IValue& value, std::vector<View>& to) {
-      if (value.isTensor()) return to.push_back(view_of(value.toTensor()));
-      for (const at::Tensor& tensor : value.toTensorVector()) to.push_back(view_of(tensor));
+      if (value.isTensor()) return to.push_back(view(value.toTensor()));
+      for (const at::Tensor& tensor : value.toTensorVector()) to.push_back(view(tensor));
     };
     views(arguments[0], step.given);
     views(arguments[1], step.taken);
@@ -354,7 +363,16 @@ class PlanRecording final : public Recording {
     return {};
   }
 
+  static View sizes_of(const at::Tensor& tensor) {
+    return {
+        {}, at::DimVector(tensor.sizes()), at::DimVector(tensor.strides()), tensor.scalar_type()};
+  }
+
   View view_of(const at::Tensor& tensor) {
+    View view = sizes_of(tensor);
+    for (size_t i = 0; i < given_.size(); ++i)
+      if (key_.is_free(i) && given_[i].is_same(tensor)) view.free = i;
+    if (view.free) return view;
     const int value = value_of(tensor);
     if (std::find(free_values_.begin(), free_values_.end(), value) != free_values_.end())
       refuse(what_ + " uses a part of a free argument");
@@ -363,35 +381,36 @@ class PlanRecording final : public Recording {
       return {};
     }
     const char* address = address_of(tensor);
-    View view{
-        {}, at::DimVector(tensor.sizes()), at::DimVector(tensor.strides()), tensor.scalar_type()};
     if (value == kSlot)
       view.place = in_slot(address);
     else if (tensor.numel() == 0)  // an empty tensor has no address
       view.place = {value, 0};
     else
       view.place = {value, address - values_[value].address};
+    if (const auto* varying = value == kSlot ? nullptr : &values_[value].varying;
+        varying && *varying) {
+      view.whole = true;
+      if (view.place.offset != 0 || view.sizes != (*varying)->sizes ||
+          view.strides != (*varying)->strides || view.dtype != (*varying)->dtype)
+        refuse(what_ + " uses a part of a tensor whose size may vary");
+    }
     return view;
   }
 
   // A free number is known by the name of the argument.
   StepArgument given(const c10::IValue& value, const std::string* argument = nullptr) {
-    StepArgument free;
     if (value.isTensor()) {
       if (!value.toTensor().defined()) return {c10::IValue(at::Tensor()), {}, false};
       const at::Tensor& tensor = value.toTensor();
       // A number that Python passed as a tensor.
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return {value, {}, false};
-      for (size_t i = 0; i < given_.size(); ++i)
-        if (key_.is_free(i) && given_[i].is_same(tensor)) free.free_tensor = i;
-      return free.free_tensor ? free : StepArgument{{}, {view_of(tensor)}, false};
+      return {{}, {view_of(tensor)}, false};
     }
     for (size_t i = 0; i < key_.free_numbers().size() && argument != nullptr; ++i) {
       const auto& [name, number] = key_.free_numbers()[i];
       if (*name != *argument || !value.isInt() || value.toInt() != number) continue;
       unused_ &= ~(uint64_t{1} << i);
-      free.free_number = i;
-      return free;
+      return {{}, {}, false, i};
     }
     if (!value.isTensorList()) {
       if (value.isList())

@@ -117,8 +117,9 @@ class PlanRun {
     try {
       for (const Step& step : plan_->steps) std::visit([&](const auto& s) { carry_out(s); }, step);
     } catch (const std::exception& error) {
-      // The peers have completed the exchanges and need no report.
-      if (exchanged_) throw kernels::Failed(std::current_exception());
+      // The peers have completed all exchanges, and need no report.
+      if (plan_->calls > 0 && Group::made_by_this_thread() - first_call_ >= plan_->calls)
+        throw kernels::Failed(std::current_exception());
       if (launch_ == nullptr) throw;
       launch_->fail({frame_->values.begin(), frame_->values.end()}, error.what());
       if (dynamic_cast<const driver::Error*>(&error) != nullptr)
@@ -131,6 +132,8 @@ class PlanRun {
 
  private:
   static at::Tensor tensor_of(const View& view, const Frame& frame, const Slot* slot) {
+    if (view.free) return frame.given[*view.free];
+    if (view.whole) return frame.values[view.place.value];
     const bool in_slot = view.place.value == kSlot;
     const at::Tensor& base = in_slot ? slot->memory : frame.values[view.place.value];
     if (view.place.offset == 0 && !in_slot && view.dtype == base.scalar_type() &&
@@ -152,7 +155,6 @@ class PlanRun {
       for (const View& view : given.tensors) tensors.push_back(tensor_of(view, frame, slot));
       return tensors;
     }
-    if (given.free_tensor) return frame.given[*given.free_tensor];
     if (given.free_number) return frame.numbers[*given.free_number].value;
     return given.tensors.empty() ? given.constant : tensor_of(given.tensors[0], frame, slot);
   }
@@ -224,7 +226,6 @@ class PlanRun {
       name = step.before + std::to_string(frame_->numbers[*step.free_number].value) + step.after;
     step.prepared->run(*group_, addresses(step.given), addresses(step.taken),
                        step.free_number ? &name : nullptr);
-    exchanged_ = true;
     forget(step.last, *frame_);
   }
 
@@ -297,7 +298,7 @@ class PlanRun {
   std::shared_ptr<Group> group_;
   std::shared_ptr<Frame> frame_;
   std::optional<CallLock> lock_;
-  bool exchanged_ = false;
+  int64_t first_call_ = Group::made_by_this_thread();
   const LaunchStep* launch_ = nullptr;  // the launch under way
   uint32_t epoch_ = 0;
   Slot slot_;
@@ -306,7 +307,7 @@ class PlanRun {
 };
 
 bool serves_now(const Plan& plan) {
-  if (plan.device.is_cpu() && plan.exchanges > 0) return true;
+  if (plan.device.is_cpu() && (plan.exchanges > 0 || plan.calls > 0)) return true;
   if (in_test_mode()) return false;
   for (const auto& may_run : plan.may_run)
     if (!may_run()) return false;

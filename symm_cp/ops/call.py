@@ -146,7 +146,7 @@ class Call:
         mean = check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
         name = self._name("all_reduce", tensor, f" {reduce_op}")
         if runtime.at_once(self.group, tensor, tensor.shape):
-            return exchange.all_reduce_(self.group, copied(tensor), name, mean=mean)
+            return exchange.all_reduce(self.group, tensor, name, mean=mean)
         out, given = new_result(tensor, tensor.shape), real(tensor)
         call = AllReduceCall(
             self.group, lambda _, part: part.copy_(given), real(out), name, mean=mean

@@ -165,9 +165,10 @@ class Op:
     example: Callable[[Caller], Arguments] | None = None
 
     #: Optional: arguments that differ from call to call, for which plans on CPU pass on the
-    #: caller's: tensors, with the dimension whose size varies, and numbers, with None. A kernel may
-    #: pass them to ops that write to given memory. It may not depend on strides or values, nor on
-    #: varying sizes, except whether they are equal, 0 or 1.
+    #: caller's: tensors or lists of tensors, with the dimension whose size varies, and numbers,
+    #: with None. A kernel may pass them to ops, and these ops' results as they are to others. It
+    #: may not depend on strides or values, nor on varying sizes, except whether they are equal, 0
+    #: or 1.
     free: Mapping[str, int | None] = field(default_factory=dict, hash=False)
     #: Optional: the pure function from which results and run follow.
     prepare: Kernel | None = None

@@ -104,11 +104,12 @@ def _run_by_plans(op: Op) -> None:
         for key in [*_keys_of_ours(op), *([] if op.native else ["CPU"])]:
             plans.serve(op.full_name, key, free=op.free_places)
     name, key, done = op.full_name.encode(), "AutogradCPU" if _only_on_cpu(op) else "Autograd", 1
+    background = channel_of(op.name_in_errors) == "async"
     if isinstance(op.gradient, BackwardOp):
         backward = f"{op.namespace}::{op.gradient.name}"
-        done = native.load().symm_cp_backward_op(name, backward.encode(), op.gradient.once)
+        once = op.gradient.once
+        done = native.load().symm_cp_backward_op(name, backward.encode(), once, background)
     elif _is_gated(op):
-        background = channel_of(op.name_in_errors) == "async"
         composite = isinstance(op.gradient, Composite)
         done = native.load().symm_cp_gate(name, key.encode(), background, composite)
     if not done:

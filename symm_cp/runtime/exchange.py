@@ -129,6 +129,16 @@ def reduce_scatter_into(
     _exchange(group, [parts], out, kind, given, taken, name, "avg" if mean else "sum")
 
 
+def all_reduce(group: Group, tensor: torch.Tensor, name: bytes, *, mean: bool) -> torch.Tensor:
+    """Returns the sum over ranks, contiguous; all ranks get the same bits."""
+    if group.world_size == 1:
+        return copied(tensor)
+    out, kind, none = new_result(tensor, tensor.shape), wire.ExchangeKind.ALL_REDUCE, list[int]()
+    given = [contiguous(tensor)]
+    _exchange(group, given, out, kind, none, none, name, "avg" if mean else "sum")
+    return out
+
+
 def all_reduce_(group: Group, tensor: torch.Tensor, name: bytes, *, mean: bool) -> torch.Tensor:
     """Replaces a contiguous tensor by the sum over ranks; all ranks get the same bits."""
     if group.world_size > 1:

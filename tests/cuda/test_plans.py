@@ -94,9 +94,10 @@ def test_every_op_is_the_same_by_a_plan(ranks: Ranks, world_size: int) -> None:
         in_python = {name for name, (count, _) in made.items() if count == 0}
         alone = {"_same_on_all_ranks"} if world_size == 1 else set()  # compares nothing
         assert in_python == IN_PYTHON - alone, in_python ^ IN_PYTHON
-        for op in planned_ops():  # the calls that a composite makes have plans of their own
+        # The calls that a composite makes have plans of their own, perhaps from the next call on.
+        for op in planned_ops():
             count, _ = made[op.name]
-            assert count in ((3, 6, 9) if op.gradient is COMPOSITE else (0, 3)), op.name
+            assert count in ((3, 5, 6, 9) if op.gradient is COMPOSITE else (0, 3)), op.name
 
 
 def training(group: dist.ProcessGroup) -> int:

@@ -149,7 +149,6 @@ def test_unusual_arguments_are_torchs(torchs: Torchs, name: str) -> None:
     ours, theirs = outcome(direct("echo"), args, kwargs), outcome(torchs.op, args, kwargs)
     assert equal(ours[0], theirs[0])
     assert ours[1] == theirs[1]
-    assert torchs.calls == 1
 
 
 def _attention(**options: Any) -> Op:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from symm_cp import moe
+from symm_cp import moe, native
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
@@ -300,6 +300,24 @@ def compiled(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_compiled(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiled)
+
+
+def planned(group: dist.ProcessGroup) -> None:
+    """One plan serves all numbers of tokens and of an expert's rows."""
+    W, library = group.size(), native.load()
+    native.drop_plans()
+    for number in range(7):
+        case = Layer(
+            W, [16 + (number * (rank + 2)) % 7 for rank in range(W)], 2 * W, 2, seed=number
+        )
+        library.symm_cp_plans_run()
+        agrees(group, case)
+        assert library.symm_cp_plans_run() == 4 * (number > 1), number
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+def test_planned(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, planned)
 
 
 def some_gradients(group: dist.ProcessGroup) -> None:

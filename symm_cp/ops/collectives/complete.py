@@ -16,9 +16,11 @@ from torch._subclasses.functional_tensor import CppFunctionalizeAPI
 from symm_cp.cuda import has_streams
 from symm_cp.group.hosts import apart_of, no_common_memory
 from symm_cp.group.memory import resolve
+from symm_cp.ops.call import Call
 from symm_cp.ops.common import (
     check_dense,
     check_reduce_op,
+    group_of,
     into_output,
     scatter_split,
     world_size_of,
@@ -31,6 +33,7 @@ from symm_cp.ops.op import (
     ONE_BY_ONE,
     TORCHS,
     Arguments,
+    BackwardOp,
     Caller,
     Elsewhere,
     Kernel,
@@ -45,6 +48,8 @@ from symm_cp.ops.types import no_types
 
 _ALL_REDUCE = "one_shot_all_reduce"
 _ALL_REDUCE_COPY = "one_shot_all_reduce_copy"
+_BACKWARD = "_all_reduce_backward"
+_COPY_BACKWARD = "_all_reduce_copy_backward"
 _TWO_SHOT = "two_shot_all_reduce_"
 _TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
@@ -164,6 +169,14 @@ def _scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return scattered
 
 
+# --- gradients -------------------------------------------------------------------------------
+
+
+def _all_reduce_backward(grad: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    """Every rank's output depends on every rank's input in the same way."""
+    return Call(_BACKWARD, group_of(group_name)).all_reduce(grad, reduce_op)
+
+
 # --- declarations ----------------------------------------------------------------------------
 
 
@@ -196,7 +209,7 @@ def _native(
 
 
 def _summed_types(t: Any, reduce_op: Any, **named: Any) -> Any:
-    x = named.pop("input" if "input" in named else "local_input")
+    x = named.pop(next(each for each in ("input", "local_input", "grad") if each in named))
     t.ignore(named)
     return t.all_reduce(x, reduce_op)
 
@@ -226,20 +239,43 @@ def _remote_example(on: Caller) -> Arguments:
     return arguments(torch_symm_mem.empty(4, 6, device="cpu").copy_(on.rand(4, 6)), on.group_name)
 
 
-_DIFFERENTIABLE: dict[str, Any] = {"gradient": NATIVE_GRADIENT, "vmap": ONE_BY_ONE}
+def _backward(name: str, result: str) -> Op:
+    """An all-reduce of gradients, which is its own gradient; the result is that of an argument."""
+    return Op(
+        name=name,
+        types=_summed_types,
+        schema=f"(Tensor grad, str reduce_op, str group_name) -> Tensor {result}",
+        kernel=_all_reduce_backward,
+        fake=_all_reduce_fake(_ALL_REDUCE),
+        gradient=BackwardOp(_BACKWARD),
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=_summed,
+        internal=True,
+    )
+
+
 _FOR_COMPILER: dict[str, Any] = {
     "gradient": Elsewhere("graphs are differentiated before they call it", differentiable=False),
     "internal": True,
 }
 
 declare(
-    _native(_ALL_REDUCE, _all_reduce_fake(_ALL_REDUCE), _summed, **_DIFFERENTIABLE),
+    _native(
+        _ALL_REDUCE, _all_reduce_fake(_ALL_REDUCE), _summed,
+        gradient=BackwardOp(_BACKWARD), vmap=ONE_BY_ONE,
+    ),
+    _backward(_BACKWARD, "input"),
     _native(
         f"{_ALL_REDUCE}_out",
         example=_summed_to,
         **into_output(_ALL_REDUCE, "out", _all_reduce_fake(_ALL_REDUCE), all_reduced),
     ),
-    _native(_ALL_REDUCE_COPY, _copy_fake, _copied, _copy_functional, **_DIFFERENTIABLE),
+    _native(
+        _ALL_REDUCE_COPY, _copy_fake, _copied, _copy_functional,
+        gradient=BackwardOp(_COPY_BACKWARD), vmap=ONE_BY_ONE,
+    ),
+    _backward(_COPY_BACKWARD, "local_input"),
     _native(
         f"{_ALL_REDUCE_COPY}_out",
         example=lambda on: _copied(on, torch.empty(4, 6)),

@@ -36,11 +36,10 @@ from symm_cp.ops.common import (
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import (
     LEFT_TO_TORCH,
-    NATIVE_GRADIENT,
     ONE_BY_ONE,
     TORCHS,
+    BackwardOp,
     Elsewhere,
-    Gradient,
     Op,
     arguments,
     declare,
@@ -48,10 +47,13 @@ from symm_cp.ops.op import (
     untouched,
 )
 from symm_cp.ops.spmd import checks_types
+from symm_cp.runtime import exchange
 from symm_cp.tensors.shards import Split
 
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
+_GATHER_BACKWARD = f"{_GATHER}_backward"
+_SCATTER_BACKWARD = f"{_SCATTER}_backward"
 _GATHER_OUT = f"{_GATHER}_out"
 _SCATTER_OUT = f"{_SCATTER}_out"
 
@@ -163,26 +165,31 @@ def _scattered(*args: Any) -> torch.Tensor:
     return funcol.wait_tensor(torch.ops.symm_mem._low_contention_reduce_scatter(*args))
 
 
-def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.group_name, *last = inputs
-    ctx.uneven = uneven_of(last)
+def _waited(started: torch.Tensor) -> torch.Tensor:
+    with exchange.exchanged():
+        return funcol.wait_tensor(started)
 
 
-def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, reduce_op, ctx.group_name, *last = inputs
-    ctx.mean, ctx.uneven = reduce_op == "avg", uneven_of(last)
+def _all_gather_backward(
+    grad: torch.Tensor,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    uneven = uneven_of((sizes, rank))
+    return _waited(call_op(_SCATTER, grad, "sum", group_name, uneven=uneven))
 
 
-def _all_gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    scattered = call_op(_SCATTER, grad, "sum", ctx.group_name, uneven=ctx.uneven)
-    return funcol.wait_tensor(scattered), *(None,) * (1 + len(ctx.uneven))
-
-
-def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    gathered = funcol.wait_tensor(call_op(_GATHER, grad, ctx.group_name, uneven=ctx.uneven))
-    if ctx.mean:
-        gathered = gathered / world_size_of(ctx.group_name)
-    return gathered, *(None,) * (2 + len(ctx.uneven))
+def _reduce_scatter_backward(
+    grad: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    uneven = uneven_of((sizes, rank))
+    gathered = _waited(call_op(_GATHER, grad, group_name, uneven=uneven))
+    return gathered / world_size_of(group_name) if reduce_op == "avg" else gathered
 
 
 def _gather_types(t: Any, tensor: Any, **rest: Any) -> Any:
@@ -201,7 +208,7 @@ _GATHER_OP = Op(
     schema=TORCHS,
     kernel=_all_gather,  # csrc/ops/low_contention.cpp serves CPU tensors
     fake=_all_gather_fake,
-    gradient=NATIVE_GRADIENT,
+    gradient=BackwardOp(_GATHER_BACKWARD),
     autocast=untouched,
     vmap=ONE_BY_ONE,
     complete=torch.ops._c10d_functional.wait_tensor,
@@ -215,6 +222,7 @@ _SCATTER_OP = replace(
     name=_SCATTER,
     kernel=_reduce_scatter,
     fake=_reduce_scatter_fake,  # torch's fake kernel averages, which fails for integers
+    gradient=BackwardOp(_SCATTER_BACKWARD),
     example=lambda on: arguments(on.rand(4 * on.world_size, 6), "sum", on.group_name),
 )
 
@@ -235,17 +243,27 @@ def _into_out(op: Op, name: str, schema: str, **parts: Any) -> Op:
 declare(
     _GATHER_OP,
     _SCATTER_OP,
+    Op.backward(
+        _GATHER_BACKWARD,
+        f"(Tensor grad, str group_name, {SIZES}) -> Tensor tensor",
+        _all_gather_backward,
+        lambda on: arguments(on.rand(4 * on.world_size, 6), on.group_name),
+    ),
+    Op.backward(
+        _SCATTER_BACKWARD,
+        f"(Tensor grad, str reduce_op, str group_name, {SIZES}) -> Tensor tensor",
+        _reduce_scatter_backward,
+        lambda on: arguments(on.rand(4, 6), "avg", on.group_name),
+    ),
     _GATHER_OP.with_sizes(
         WITH_SIZES[_GATHER],
         f"(Tensor tensor, str group_name, {SIZES}) -> Tensor",
         lambda on: arguments(on.rand(on.rows, 6), on.group_name, *on.uneven),
-        gradient=Gradient(_all_gather_backward, _gather_setup),
     ),
     _SCATTER_OP.with_sizes(
         WITH_SIZES[_SCATTER],
         f"(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor",
         lambda on: arguments(on.rand(sum(on.sizes), 6), "avg", on.group_name, *on.uneven),
-        gradient=Gradient(_reduce_scatter_backward, _scatter_setup),
     ),
     _into_out(
         _GATHER_OP,

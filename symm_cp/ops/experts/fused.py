@@ -22,29 +22,21 @@ import torch
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import Weights, group_of, world_size_of
+from symm_cp.ops.common import Weights, group_of, name_of, world_size_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point, names_op
 from symm_cp.ops.experts import gradients
 from symm_cp.ops.experts import op as unfused
 from symm_cp.ops.experts.op import Routing
-from symm_cp.ops.experts.products import (
-    check_matrix,
-    check_products,
-    check_weight,
-    ends_of,
-    multiplied,
-    multiply,
-)
-from symm_cp.ops.experts.table import Table
-from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, shows_types
-from symm_cp.tensors.results import new_result
+from symm_cp.ops.experts.products import Products, check_matrix, check_products, check_weight
+from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, shows_types
+from symm_cp.runtime import exchange
 
 DISPATCH_MATMUL = "fused_dispatch_grouped_matmul"
 MATMUL_COMBINE = "fused_grouped_matmul_combine"
 
 
-# --- checks, the same as in csrc/ops/grouped_matmuls.cpp -------------------------------------
+# --- kernels ---------------------------------------------------------------------------------
 
 
 def _check_dispatch(tokens: torch.Tensor, weights: Sequence[torch.Tensor], local: int) -> None:
@@ -53,9 +45,6 @@ def _check_dispatch(tokens: torch.Tensor, weights: Sequence[torch.Tensor], local
         raise ValueError(f"{DISPATCH_MATMUL}: weights is empty, needs at least one")
     for i, weight in enumerate(weights):
         check_weight(DISPATCH_MATMUL, f"weights[{i}]", weight, tokens, local)
-
-
-# --- kernels for groups that span hosts and for streams; others: csrc/ops/grouped_matmuls.cpp ----
 
 
 def _dispatch_matmul_kernel(
@@ -70,12 +59,12 @@ def _dispatch_matmul_kernel(
     group = group_of(group_name)
     local = unfused.experts_of_rank(DISPATCH_MATMUL, num_experts, group.world_size)
     _check_dispatch(tokens, weights, local)
-    ends = ends_of(Table(DISPATCH_MATMUL, table, num_experts, group))
-    sent = unfused.dispatch_kernel(tokens, table, rows, top_k, num_experts, group_name)
-    products = [new_result(tokens, (rows, weight.shape[2])) for weight in weights]
-    for weight, product in zip(weights, products, strict=True):
-        multiply(sent, weight, ends, product, add=False)
-    return sent, products
+    products = Products(table, num_experts, group)
+    sent = direct(unfused.DISPATCH)(tokens, table, rows, top_k, num_experts, group_name)
+    name = name_of(DISPATCH_MATMUL, tokens.dtype, tokens.shape[1:], "")
+    return sent, exchange.traced(
+        group, "consume", name, lambda: [products.of(sent, weight) for weight in weights]
+    )
 
 
 def _matmul_combine_kernel(
@@ -90,14 +79,13 @@ def _matmul_combine_kernel(
     group = group_of(group_name)
     local = unfused.experts_of_rank(MATMUL_COMBINE, num_experts, group.world_size)
     check_products(MATMUL_COMBINE, rows, weights, local)
-    found = Table(MATMUL_COMBINE, table, num_experts, group)
-    if rows[0].shape[0] != found.rows:
-        raise ValueError(
-            f"{MATMUL_COMBINE}: rows {list(rows[0].shape)} must have {found.rows}, as dispatch "
-            "returned"
-        )
-    total = multiplied(rows, weights, ends_of(found))
-    return unfused.combine_kernel(total, factors, table, top_k, num_experts, group_name)
+    products = Products(table, num_experts, group)
+    name = name_of(MATMUL_COMBINE, rows[0].dtype, weights[0].shape[1:], "")
+    total = exchange.traced(group, "produce", name, lambda: products.total(rows, weights))
+    combined: torch.Tensor = direct(unfused.COMBINE)(
+        total, factors, table, top_k, num_experts, group_name
+    )
+    return combined
 
 
 # --- fake kernels ----------------------------------------------------------------------------
@@ -166,11 +154,11 @@ declare(
         types=_dispatch_types,
         schema=(
             "(Tensor tokens, Tensor[] weights, Tensor table, SymInt rows, int top_k, "
-            "int num_experts, str group_name) -> (Tensor, Tensor[])"
+            "int num_experts, str group_name) -> (Tensor sent, Tensor[] products)"
         ),
         kernel=_dispatch_matmul_kernel,
         fake=_dispatch_matmul_fake,
-        gradient=Gradient(gradients.dispatch_backward, gradients.dispatch_setup),
+        gradient=BackwardOp(gradients.OF_DISPATCH, once=True),
         autocast=autocast.cast_operands,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
@@ -182,7 +170,7 @@ declare(
             on.world_size,
             on.group_name,
         ),
-        native=True,
+        free={"tokens": 0, "table": 0, "rows": None},
     ),
     Op(
         name=MATMUL_COMBINE,
@@ -193,7 +181,7 @@ declare(
         ),
         kernel=_matmul_combine_kernel,
         fake=_matmul_combine_fake,
-        gradient=Gradient(gradients.combine_backward, gradients.combine_setup),
+        gradient=BackwardOp(gradients.OF_COMBINE, once=True),
         autocast=autocast.cast_operands,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
@@ -205,7 +193,7 @@ declare(
             on.world_size,
             on.group_name,
         ),
-        native=True,
+        free={"rows": 0, "factors": 0, "table": 0},
     ),
 )
 

@@ -5,48 +5,54 @@ All ranks multiply and send the arriving rows, whether or not they need them: th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from symm_cp.ops.common import group_of, world_size_of
+from symm_cp.ops.common import group_of, name_of, world_size_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.experts import op as unfused
-from symm_cp.ops.experts.products import check_matrix, check_products, ends_of, multiplied
-from symm_cp.ops.experts.table import Table
-from symm_cp.ops.matmul import derivatives
+from symm_cp.ops.experts.products import Products, check_matrix, check_products, weigh
+from symm_cp.ops.matmul.derivatives import is_transposed
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare, untouched
+from symm_cp.runtime import exchange
 from symm_cp.tensors.dtypes import wide
-from symm_cp.tensors.results import new_result
 
-_OF_DISPATCH = "_fused_dispatch_grouped_matmul_backward"
-_OF_COMBINE = "_fused_grouped_matmul_combine_backward"
+OF_DISPATCH = "_fused_dispatch_grouped_matmul_backward"
+OF_COMBINE = "_fused_grouped_matmul_combine_backward"
 
 _Dispatch = tuple[torch.Tensor, list[torch.Tensor]]
 _Combine = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
+#: The gradients of products that the program uses, and their weights.
+_Used = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-# --- checks, the same as in csrc/ops/grouped_gradients.cpp -----------------------------------
+# --- checks ----------------------------------------------------------------------------------
 
 
 def _check_dispatch(
-    rows: torch.Tensor,
-    grads: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    grad_rows: torch.Tensor | None,
-    local: int,
-) -> None:
-    check_matrix(_OF_DISPATCH, "rows", rows)
-    check_products(_OF_DISPATCH, grads, [weight.mT for weight in weights], local)
-    if grads[0].shape[0] != rows.shape[0]:
+    some_grads: list[torch.Tensor], sent: torch.Tensor, weights: list[torch.Tensor], local: int
+) -> _Used:
+    check_matrix(OF_DISPATCH, "sent", sent)
+    grad_sent, *grads = some_grads
+    if len(grads) != len(weights):
         raise ValueError(
-            f"{_OF_DISPATCH}: rows and grads {list(grads[0].shape)} must have {rows.shape[0]} "
-            "rows, as the forward pass returned"
+            f"{OF_DISPATCH}: got {len(grads)} gradients of products and {len(weights)} weights"
         )
-    if grad_rows is not None and grad_rows.shape != rows.shape:
+    pairs = [(g, w) for g, w in zip(grads, weights, strict=True) if g.dtype != torch.bool]
+    used = [grad for grad, _ in pairs], [weight.mT for _, weight in pairs]
+    if pairs:
+        check_products(OF_DISPATCH, *used, local)
+    for grad in used[0]:
+        if grad.shape[0] != sent.shape[0]:
+            raise ValueError(
+                f"{OF_DISPATCH}: sent {list(sent.shape)} and gradients {list(grad.shape)} of "
+                "products must have equal numbers of rows"
+            )
+    if grad_sent.dtype != torch.bool and grad_sent.shape != sent.shape:
         raise ValueError(
-            f"{_OF_DISPATCH}: grad_rows {list(grad_rows.shape)} must be {list(rows.shape)}"
+            f"{OF_DISPATCH}: the gradient {list(grad_sent.shape)} of sent must be "
+            f"{list(sent.shape)}"
         )
+    return used
 
 
 def _check_combine(
@@ -58,58 +64,60 @@ def _check_combine(
     top_k: int,
     local: int,
 ) -> None:
-    check_products(_OF_COMBINE, rows, weights, local)
-    unfused.check_combine(rows[0], factors, pairs, top_k, _OF_COMBINE)
-    check_matrix(_OF_COMBINE, "grad", grad)
+    check_products(OF_COMBINE, rows, weights, local)
+    unfused.check_combine(rows[0], factors, pairs, top_k, OF_COMBINE)
+    check_matrix(OF_COMBINE, "grad", grad)
     wanted = (pairs // top_k, weights[0].shape[2])
     if grad.shape != wanted:
         raise ValueError(
-            f"{_OF_COMBINE}: grad {list(grad.shape)} must be {list(wanted)}, as the forward pass "
+            f"{OF_COMBINE}: grad {list(grad.shape)} must be {list(wanted)}, as the forward pass "
             "returned"
         )
     if grad.dtype != rows[0].dtype:
         raise TypeError(
-            f"{_OF_COMBINE}: grad is {grad.dtype}, must be {rows[0].dtype} as the rows are"
+            f"{OF_COMBINE}: grad is {grad.dtype}, must be {rows[0].dtype} as the rows are"
         )
 
 
-# --- kernels for groups that span hosts and for streams; others: csrc/ops/grouped_gradients.cpp --
-
-
-def _weight_grad(
-    rows: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, ends: list[int]
-) -> torch.Tensor:
-    """Returns rows^T @ grad for each of this rank's experts, with the weight's layout."""
-    transposed = derivatives.is_transposed(weight)
-    left, right = (grad, rows) if transposed else (rows, grad)
-    out = new_result(rows, (len(ends), left.shape[1], right.shape[1]))
-    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        torch.mm(left[begin:end].t(), right[begin:end], out=out[expert])
-    return out.mT if transposed else out
+# --- kernels ---------------------------------------------------------------------------------
 
 
 def _dispatch_kernel(
-    rows: torch.Tensor,
-    grads: list[torch.Tensor],
+    some_grads: list[torch.Tensor],
+    sent: torch.Tensor,
     weights: list[torch.Tensor],
-    grad_rows: torch.Tensor | None,
     table: torch.Tensor,
     top_k: int,
     num_experts: int,
     group_name: str,
-    of_tokens: bool,
-    of_weights: bool,
+    need_tokens: bool,
+    need_weights: bool,
 ) -> _Dispatch:
     group = group_of(group_name)
-    local = unfused.experts_of_rank(_OF_DISPATCH, num_experts, group.world_size)
-    _check_dispatch(rows, grads, weights, grad_rows, local)
-    ends = ends_of(Table(_OF_DISPATCH, table, num_experts, group))
-    grad_tokens = rows.new_empty((0, rows.shape[1]))
-    if of_tokens:
-        total = multiplied(grads, [weight.mT for weight in weights], ends, grad_rows)
-        grad_tokens = unfused.combine_kernel(total, None, table, top_k, num_experts, group_name)
-    needed = zip(grads, weights, strict=True) if of_weights else ()
-    return grad_tokens, [_weight_grad(rows, grad, weight, ends) for grad, weight in needed]
+    local = unfused.experts_of_rank(OF_DISPATCH, num_experts, group.world_size)
+    used = _check_dispatch(some_grads, sent, weights, local)
+    products = Products(table, num_experts, group)
+    name = name_of(OF_DISPATCH, sent.dtype, sent.shape[1:], "")
+    grad_sent, *grads = some_grads
+
+    def total() -> torch.Tensor:
+        # The peers may still have gradients of products.
+        total = products.total(*used) if used[0] else torch.zeros_like(sent)
+        return total if grad_sent.dtype == torch.bool else total.add_(grad_sent)
+
+    def of_weights() -> list[torch.Tensor]:
+        return [
+            sent.new_empty((0,), dtype=torch.bool)
+            if grad.dtype == torch.bool
+            else products.weight_grad(sent, grad, weight)
+            for grad, weight in zip(grads, weights, strict=True)
+        ]
+
+    of_tokens = sent.new_empty((0, sent.shape[1]))
+    if need_tokens:
+        of_rows = exchange.traced(group, "produce", name, total)
+        of_tokens = direct(unfused.COMBINE)(of_rows, None, table, top_k, num_experts, group_name)
+    return of_tokens, exchange.traced(group, "consume", name, of_weights) if need_weights else []
 
 
 def _combine_kernel(
@@ -121,62 +129,80 @@ def _combine_kernel(
     top_k: int,
     num_experts: int,
     group_name: str,
-    of_weights: bool,
+    need_weights: bool,
 ) -> _Combine:
     group = group_of(group_name)
-    local = unfused.experts_of_rank(_OF_COMBINE, num_experts, group.world_size)
-    found = Table(_OF_COMBINE, table, num_experts, group)
-    _check_combine(grad, rows, weights, factors, found.places.numel(), top_k, local)
-    ends = ends_of(found)
-    rest = (num_experts, group_name)
-    grad_rows = unfused.dispatch_kernel(grad, table, found.rows, top_k, *rest)
-    products = [multiplied([grad_rows], [weight.mT], ends) for weight in weights]
-    of_factors = grad.new_empty((0,))
-    if factors is not None:
-        dtype = wide(grad.dtype)
-        flat = factors.to(dtype).reshape(-1, 1)
-        factor = unfused.dispatch_kernel(flat, table, found.rows, 1, *rest)
-        dots = sum(
-            (y.to(dtype) * x.to(dtype)).sum(1, keepdim=True)
-            for y, x in zip(products, rows, strict=True)
+    local = unfused.experts_of_rank(OF_COMBINE, num_experts, group.world_size)
+    pairs = unfused.pairs_of(OF_COMBINE, table, num_experts, group_name)
+    _check_combine(grad, rows, weights, factors, pairs, top_k, local)
+    products = Products(table, num_experts, group)
+    name = name_of(OF_COMBINE, grad.dtype, grad.shape[1:], "")
+
+    def dispatched(tensor: torch.Tensor, top_k: int) -> torch.Tensor:
+        sent: torch.Tensor = direct(unfused.DISPATCH)(
+            tensor, table, unfused.ANY_ROWS, top_k, num_experts, group_name
         )
-        back = unfused.combine_kernel(dots, None, table, 1, *rest)
-        of_factors = back.view_as(factors).to(factors.dtype)
-        products = [product.mul_(factor) for product in products]
-        grad_rows = grad_rows.mul_(factor)
-    needed = zip(rows, weights, strict=True) if of_weights else ()
-    of_matrices = [_weight_grad(each, grad_rows, weight, ends) for each, weight in needed]
-    return products, of_matrices, of_factors
+        return sent
+
+    def of_weights() -> list[torch.Tensor]:
+        needed = zip(rows, weights, strict=True) if need_weights else ()
+        return [products.weight_grad(each, grad_rows, weight) for each, weight in needed]
+
+    grad_rows = dispatched(grad, top_k)
+    if factors is None:
+        of_rows = exchange.traced(
+            group, "consume", name, lambda: [products.of(grad_rows, w.mT) for w in weights]
+        )
+        of_matrices = exchange.traced(group, "consume", name, of_weights)
+        return of_rows, of_matrices, grad.new_empty((0,))
+    # Views of tensors whose sizes vary would not be planned.
+    factor = dispatched(torch.view_copy(factors.to(wide(grad.dtype)), (-1, 1)), 1)
+
+    def weighed() -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+        of_rows = [products.of(grad_rows, weight.mT) for weight in weights]
+        dots = weigh(of_rows, rows, factor)
+        if need_weights:
+            grad_rows.mul_(factor)
+        return of_rows, dots, of_weights()
+
+    of_rows, dots, of_matrices = exchange.traced(group, "produce", name, weighed)
+    back = direct(unfused.COMBINE)(dots, None, table, 1, num_experts, group_name)
+    return of_rows, of_matrices, torch.view_copy(back, (-1, top_k)).to(factors.dtype)
 
 
 # --- fake kernels ----------------------------------------------------------------------------
 
 
 def _like_weight(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns an empty gradient of a weight, with the layout of `_weight_grad`."""
+    """Returns an empty gradient of a weight, with the layout of the real one."""
     experts, left, right = weight.shape
-    if derivatives.is_transposed(weight):
+    if is_transposed(weight):
         return rows.new_empty((experts, right, left)).mT
     return rows.new_empty((experts, left, right))
 
 
 def _dispatch_fake(
-    rows: torch.Tensor,
-    grads: list[torch.Tensor],
+    some_grads: list[torch.Tensor],
+    sent: torch.Tensor,
     weights: list[torch.Tensor],
-    grad_rows: torch.Tensor | None,
     table: torch.Tensor,
     top_k: int,
     num_experts: int,
     group_name: str,
-    of_tokens: bool,
-    of_weights: bool,
+    need_tokens: bool,
+    need_weights: bool,
 ) -> _Dispatch:
-    local = unfused.experts_of_rank(_OF_DISPATCH, num_experts, world_size_of(group_name))
-    _check_dispatch(rows, grads, weights, grad_rows, local)
-    pairs = unfused.pairs_of(_OF_DISPATCH, table, num_experts, group_name)
-    grad_tokens = rows.new_empty((pairs // top_k if of_tokens else 0, rows.shape[1]))
-    return grad_tokens, [_like_weight(rows, weight) for weight in weights if of_weights]
+    local = unfused.experts_of_rank(OF_DISPATCH, num_experts, world_size_of(group_name))
+    _check_dispatch(some_grads, sent, weights, local)
+    pairs = unfused.pairs_of(OF_DISPATCH, table, num_experts, group_name)
+    grad_tokens = sent.new_empty((pairs // top_k if need_tokens else 0, sent.shape[1]))
+    return grad_tokens, [
+        sent.new_empty((0,), dtype=torch.bool)
+        if grad.dtype == torch.bool
+        else _like_weight(sent, weight)
+        for grad, weight in zip(some_grads[1:], weights, strict=True)
+        if need_weights
+    ]
 
 
 def _combine_fake(
@@ -188,70 +214,16 @@ def _combine_fake(
     top_k: int,
     num_experts: int,
     group_name: str,
-    of_weights: bool,
+    need_weights: bool,
 ) -> _Combine:
-    local = unfused.experts_of_rank(_OF_COMBINE, num_experts, world_size_of(group_name))
-    pairs = unfused.pairs_of(_OF_COMBINE, table, num_experts, group_name)
+    local = unfused.experts_of_rank(OF_COMBINE, num_experts, world_size_of(group_name))
+    pairs = unfused.pairs_of(OF_COMBINE, table, num_experts, group_name)
     _check_combine(grad, rows, weights, factors, pairs, top_k, local)
     products = [
         grad.new_empty((x.shape[0], w.shape[1])) for x, w in zip(rows, weights, strict=True)
     ]
-    of_factors = grad.new_empty((0,)) if factors is None else torch.empty_like(factors)
-    return products, [_like_weight(grad, weight) for weight in weights if of_weights], of_factors
-
-
-# --- backward passes of the two ops ----------------------------------------------------------
-
-
-def dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keeps the rows that were sent, and the weights."""
-    _, weights, table, ctx.rows, *ctx.rest = inputs
-    ctx.set_materialize_grads(False)  # an unused output costs nothing
-    ctx.save_for_backward(output[0], table, *weights)
-
-
-def dispatch_backward(
-    ctx: Any, grad_rows: torch.Tensor | None, grads: list[torch.Tensor | None]
-) -> tuple[Any, ...]:
-    """Returns the gradients of tokens and weights from the gradients of rows and products."""
-    sent, table, *weights = ctx.saved_tensors
-    used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    of_tokens, of_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]) and bool(used)
-    if not used:  # the peers may still have gradients
-        used = [(sent.new_zeros((ctx.rows, weights[0].shape[2])), weights[0])]
-    of_products, multiplied_by = zip(*used, strict=True)
-    grad_tokens, computed = direct(_OF_DISPATCH)(
-        sent,
-        list(of_products),
-        list(multiplied_by),
-        grad_rows,
-        table,
-        *ctx.rest,
-        of_tokens,
-        of_weights,
-    )
-    by_weight = iter(computed)
-    grad_weights = [None if grad is None or not of_weights else next(by_weight) for grad in grads]
-    return grad_tokens if of_tokens else None, grad_weights, *(None,) * 5
-
-
-def combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keeps all inputs."""
-    rows, weights, factors, table, *ctx.rest = inputs
-    ctx.count = len(rows)
-    ctx.save_for_backward(factors, table, *rows, *weights)
-
-
-def combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the gradients of rows and both weights."""
-    factors, table, *both = ctx.saved_tensors
-    rows, weights = both[: ctx.count], both[ctx.count :]
-    of_weights = any(ctx.needs_input_grad[1])
-    grad_rows, computed, of_factors = direct(_OF_COMBINE)(
-        grad, rows, weights, factors, table, *ctx.rest, of_weights
-    )
-    grad_weights = computed if of_weights else [None] * len(weights)
-    return grad_rows, grad_weights, None if factors is None else of_factors, *(None,) * 4
+    of_factors = grad.new_empty((0,)) if factors is None else factors.new_empty(factors.shape)
+    return products, [_like_weight(grad, weight) for weight in weights if need_weights], of_factors
 
 
 # --- declarations ----------------------------------------------------------------------------
@@ -260,12 +232,12 @@ _ONCE = NoGradient("second derivatives of grouped matmuls are not supported")
 
 declare(
     Op(
-        name=_OF_DISPATCH,
-        types=lambda t, **_: t.varying("rows", "_->_", "rows", "all_to_all_single"),
+        name=OF_DISPATCH,
+        types=lambda t, **_: t.varying("sent", "_->_", "sent", "all_to_all_single"),
         schema=(
-            "(Tensor rows, Tensor[] grads, Tensor[] weights, Tensor? grad_rows, Tensor table, "
-            "int top_k, int num_experts, str group_name, bool of_tokens, bool of_weights)"
-            " -> (Tensor, Tensor[])"
+            "(Tensor[] some_grads, Tensor sent, Tensor[] weights, Tensor table, int top_k, "
+            "int num_experts, str group_name, bool need_tokens, bool need_weights)"
+            " -> (Tensor tokens, Tensor[] weights)"
         ),
         kernel=_dispatch_kernel,
         fake=_dispatch_fake,
@@ -273,10 +245,9 @@ declare(
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
+            [on.rand(2 * on.world_size, columns) for columns in (3, 4, 2)],
             on.rand(2 * on.world_size, 3),
-            [on.rand(2 * on.world_size, 4), on.rand(2 * on.world_size, 2)],
             [on.rand(1, 3, 4), on.rand(1, 2, 3).mT],
-            on.rand(2 * on.world_size, 3),
             unfused.example_table(on),
             1,
             on.world_size,
@@ -284,16 +255,16 @@ declare(
             True,
             True,
         ),
-        native=True,
+        free={"some_grads": 0, "sent": 0, "table": 0},
         internal=True,
     ),
     Op(
-        name=_OF_COMBINE,
+        name=OF_COMBINE,
         types=lambda t, **_: t.varying("grad", "_->_", "grad", "all_to_all_single"),
         schema=(
             "(Tensor grad, Tensor[] rows, Tensor[] weights, Tensor? factors, Tensor table, "
-            "int top_k, int num_experts, str group_name, bool of_weights)"
-            " -> (Tensor[], Tensor[], Tensor)"
+            "int top_k, int num_experts, str group_name, bool need_weights)"
+            " -> (Tensor[] rows, Tensor[] weights, Tensor factors)"
         ),
         kernel=_combine_kernel,
         fake=_combine_fake,
@@ -311,7 +282,7 @@ declare(
             on.group_name,
             True,
         ),
-        native=True,
+        free={"grad": 0, "rows": 0, "factors": 0, "table": 0},
         internal=True,
     ),
 )

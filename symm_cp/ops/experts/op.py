@@ -38,6 +38,8 @@ from symm_cp.tensors.results import contiguous, new_result
 _ROUTE = "_route_to_experts"
 DISPATCH = "dispatch_to_experts"
 COMBINE = "combine_from_experts"
+#: For `rows` of a call: the number is read from the table. csrc/ops/experts.cpp has the same.
+ANY_ROWS = -1
 SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -126,7 +128,7 @@ def _route_kernel(
     return table, ends
 
 
-def dispatch_kernel(
+def _dispatch_kernel(
     tokens: torch.Tensor,
     table: torch.Tensor,
     rows: int,
@@ -134,22 +136,21 @@ def dispatch_kernel(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
-    """Runs the op with torch's kernels."""
     group = group_of(group_name)
     experts_of_rank(DISPATCH, num_experts, group.world_size)
     found = Table(DISPATCH, table, num_experts, group)
     check_dispatch(tokens, found.places.numel(), top_k)
-    if rows != found.rows:
+    if rows not in (found.rows, ANY_ROWS):
         raise ValueError(
             f"{DISPATCH}: {rows=} must be {found.rows}, the rows of this rank's experts"
         )
     packed = tokens.index_select(0, found.pairs // top_k)
-    out = new_result(tokens, (rows, *tokens.shape[1:]))
+    out = new_result(tokens, (found.rows, *tokens.shape[1:]))
     found.exchange(DISPATCH, group, packed, out, back=False)
     return out
 
 
-def combine_kernel(
+def _combine_kernel(
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     table: torch.Tensor,
@@ -157,7 +158,6 @@ def combine_kernel(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
-    """Runs the op with torch's kernels."""
     group = group_of(group_name)
     experts_of_rank(COMBINE, num_experts, group.world_size)
     found = Table(COMBINE, table, num_experts, group)
@@ -302,7 +302,7 @@ declare(
             "(Tensor tokens, Tensor table, SymInt rows, int top_k, int num_experts, str group_name)"
             " -> Tensor"
         ),
-        kernel=dispatch_kernel,
+        kernel=_dispatch_kernel,
         fake=_dispatch_fake,
         gradient=Gradient(_dispatch_backward, _dispatch_setup),
         autocast=untouched,
@@ -324,7 +324,7 @@ declare(
             "(Tensor rows, Tensor? weights, Tensor table, int top_k, int num_experts, "
             "str group_name) -> Tensor"
         ),
-        kernel=combine_kernel,
+        kernel=_combine_kernel,
         fake=_combine_fake,
         gradient=Gradient(_combine_backward, _combine_setup),
         autocast=untouched,

@@ -1,7 +1,4 @@
-"""Products of the rows of experts with the experts' weights, and the checks of both.
-
-csrc/ops/grouped_matmuls.cpp makes the same checks for CPU tensors on one host.
-"""
+"""Products of the rows of experts with the experts' weights, and the checks of both."""
 
 from __future__ import annotations
 
@@ -9,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from symm_cp.group.memory import Group
 from symm_cp.ops.experts.op import SUMMED
-from symm_cp.ops.experts.table import Table
+from symm_cp.ops.matmul.derivatives import is_transposed
 from symm_cp.tensors.results import new_result
 
 
@@ -60,34 +58,53 @@ def check_products(
             )
 
 
-def ends_of(found: Table) -> list[int]:
-    """Returns the row after the last row of each of this rank's experts."""
-    first = found.rank * found.local
-    each = [sum(row[e] for row in found.counts) for e in range(first, first + found.local)]
-    return [sum(each[: e + 1]) for e in range(found.local)]
+class Products:
+    """Matmuls of the rows of this rank's experts with the experts' weights.
+
+    The loops over experts are native (csrc/ops/grouped_matmuls.cpp), so a plan serves all routings.
+    """
+
+    def __init__(self, table: torch.Tensor, num_experts: int, group: Group) -> None:
+        self._of = (table, num_experts, group.rank, group.world_size)
+        self._local = num_experts // group.world_size
+
+    def of(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of each expert times its matrix."""
+        product: torch.Tensor = torch.ops.symm_cp.experts_mm.default(rows, weight, *self._of)
+        return product
+
+    def total(self, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the sum of the products of rows and weights."""
+        total = self.of(rows[0], weights[0])
+        for each, weight in zip(rows[1:], weights[1:], strict=True):
+            torch.ops.symm_cp.experts_addmm_.default(total, each, weight, *self._of)
+        return total
+
+    def weight_grad(
+        self, rows: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns rows^T @ grad of each expert, with the weight's layout."""
+        transposed = is_transposed(weight)
+        left, right = (grad, rows) if transposed else (rows, grad)
+        out = new_result(rows, (self._local, left.shape[1], right.shape[1]))
+        torch.ops.symm_cp.experts_mm_transposed_.default(out, left, right, *self._of)
+        return out.mT if transposed else out
 
 
-def multiply(
-    rows: torch.Tensor, weight: torch.Tensor, ends: Sequence[int], out: torch.Tensor, *, add: bool
-) -> None:
-    """Writes the rows of each expert times its matrix to `out`, or (`add`) adds them."""
-    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        if begin == end:
-            continue
-        if add:
-            out[begin:end].addmm_(rows[begin:end], weight[expert])
-        else:
-            torch.mm(rows[begin:end], weight[expert], out=out[begin:end])
-
-
-def multiplied(
+def weigh(
+    products: Sequence[torch.Tensor],
     rows: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    ends: Sequence[int],
-    addend: torch.Tensor | None = None,
+    factors: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the sum of the products of rows and weights, plus an addend."""
-    total = new_result(rows[0], (rows[0].shape[0], weights[0].shape[2]))
-    for i, (each, weight) in enumerate(zip(rows, weights, strict=True)):
-        multiply(each, weight, ends, total, add=i > 0)
-    return total if addend is None else total.add_(addend)
+    """Multiplies products by the factors of their rows, (N, 1).
+
+    Returns the dot products of rows and the products before, (N, 1).
+    """
+    dots = torch.zeros_like(factors)
+    for product, row in zip(products, rows, strict=True):
+        if product.device.type == "cpu":  # reads each row from memory once
+            torch.ops.symm_cp.weigh_rows_.default(product, row, factors, dots)
+        else:
+            dots += (product.to(dots.dtype) * row.to(dots.dtype)).sum(1, keepdim=True)
+            product.mul_(factors)
+    return dots

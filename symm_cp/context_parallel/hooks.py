@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp import native
 from symm_cp.context_parallel import guards, random_numbers, sdpa, varlen
 from symm_cp.context_parallel.checkpoints import checkpoint_hook
 from symm_cp.context_parallel.flex_hook import FlexMode, current_modes, flex_hook
@@ -74,10 +75,14 @@ def _running(mode: RegionMode, *, again: bool = False) -> Iterator[None]:
         flex_hook.acquire()
         checkpoint_hook.acquire()
         push(mode.region)
+        if not again and (filter_of := _filter_class()) is not None:
+            mode.__dict__["__torch_function__"] = filter_of(mode)
         try:
             with reporting_models(mode.region.peers):
                 yield
         finally:
+            if not again:
+                mode.__dict__.pop("__torch_function__", None)  # ends a cycle of references
             pop()
             checkpoint_hook.release()
             flex_hook.release()
@@ -121,7 +126,7 @@ class RegionMode(FlexMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # All functions of torch come here, so it makes no further call for most of them.
+        # Makes no extra call for most functions: without Python's headers all come here.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.watch.called = True
@@ -174,6 +179,31 @@ class RegionMode(FlexMode):
                 RegionMode(self.region, self.watch, self.around, entered=self.entered)
             )
             return func(*args, **{**kwargs, name: grads})
+
+
+_SEEN = {F.scaled_dot_product_attention: None, **random_numbers.RANDOM, **_BACKWARD}
+_SEEN |= dict.fromkeys(_HIDDEN)
+
+
+@functools.cache
+def _filter_class() -> Callable[[RegionMode], Callable[..., Any]] | None:
+    """Returns the class of a mode's handler that calls Python only for what the mode handles.
+
+    A step of a small model calls hundreds of other functions. None without Python's headers.
+    """
+    glue = native.glue_if_built()
+    if glue is None:
+        return None
+
+    class Filter(glue.symm_cp_function_filter(_SEEN)):  # type: ignore[misc]
+        def __init__(self, mode: RegionMode) -> None:
+            self.__self__ = mode  # where torch looks for it
+
+        # Dynamo traces this for all functions; csrc/ops/function_filter.cpp calls it for a few.
+        def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return RegionMode.__torch_function__(self.__self__, func, types, args, kwargs)
+
+    return Filter
 
 
 class _Gradients:

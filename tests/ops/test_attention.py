@@ -336,29 +336,6 @@ def test_errors_in_16_bits_do_not_grow_with_the_number_of_ranks(ranks: Ranks) ->
             assert spread <= 1.3 * alone, errors
 
 
-def some_gradients(group: dist.ProcessGroup) -> None:
-    W, name = group.size(), group.group_name
-    given = [torch.randn(1, 2, 6, 8) for _ in range(3)]
-    full = [t.clone().requires_grad_() for t in given]
-    out, lse = OP(*full, name)
-    expected = torch.autograd.grad(out.sum(), full)
-    for wanted in range(3):
-        inputs = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(given)]
-        (grad,) = torch.autograd.grad(OP(*inputs, name)[0].sum(), [inputs[wanted]])
-        assert torch.equal(grad, expected[wanted])
-    with torch.no_grad():
-        assert not OP(*full, name)[0].requires_grad
-    only_lse = torch.autograd.grad(OP(*full, name)[1].sum(), full, materialize_grads=True)
-    assert float(only_lse[2].abs().max()) == 0.0
-    assert lse.shape == (1, 2, 6)
-    assert group.size() == W
-
-
-@WORLD_SIZES
-def test_gradients_of_some_inputs_and_of_some_outputs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, some_gradients)
-
-
 def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:
     query, behind, before = (torch.randn(1, 2, 5, 8) for _ in range(3))
     both = torch.stack((before, behind))

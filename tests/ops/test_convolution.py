@@ -95,35 +95,10 @@ def test_equals_torch_on_each_document(
 
 
 @exhaustive
-@device.devices("cpu")
-@pytest.mark.parametrize("edges", [None, [0, 5, 16]], ids=["whole", "packed"])
-def test_compiled_without_a_bias(ranks: Ranks, edges: list[int] | None) -> None:
-    ranks.run(2, runs, [8, 8], edges, biased=False, compiled=True)
-
-
-@exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("edges", [None, [0, 5, 16]], ids=["whole", "packed"])
 def test_dtypes(ranks: Ranks, dtype: torch.dtype, edges: list[int] | None) -> None:
     ranks.run(2, runs, [8, 8], edges, dtype=dtype)
-
-
-def second_derivatives(group: dist.ProcessGroup, sizes: list[int], edges: list[int]) -> None:
-    x, weight = torch.randn(2, 3, sum(sizes)).double(), torch.randn(3, TAPS).double()
-
-    def twice(out: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        (first,) = torch.autograd.grad((out**3).sum(), leaf, create_graph=True)
-        return torch.autograd.grad((first**2).sum(), leaf)[0]
-
-    whole = x.clone().requires_grad_()
-    want = twice(by_document(whole, weight, None, edges), whole)
-    own = x.split(sizes, 2)[group.rank()].clone().requires_grad_()
-    out = symm_cp.causal_convolution(own, weight, group=group, cu_seqlens=edges, sizes=sizes)
-    torch.testing.assert_close(twice(out, own), want.split(sizes, 2)[group.rank()])
-
-
-def test_second_derivatives(ranks: Ranks) -> None:
-    ranks.run(3, second_derivatives, [5, 2, 9], [0, 3, 6, 16])
 
 
 def refuses(group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import some
 
 pytestmark = device.devices("cpu", "simulated")
 
@@ -142,16 +142,6 @@ def test_packed_documents(
     ranks.run(len(sizes), runs, sizes, by_feature=by_feature, erasing=erasing, edges=edges)
 
 
-@exhaustive
-@device.devices("cpu")
-@pytest.mark.parametrize("edges", [[], [0, 5, 16]], ids=["whole", "packed"])
-@BY_FEATURE
-@ERASING
-def test_compiled(ranks: Ranks, by_feature: bool, edges: list[int], erasing: bool) -> None:
-    how: dict[str, Any] = {"by_feature": by_feature, "erasing": erasing, "edges": edges}
-    ranks.run(2, runs, [8, 8], **how, compiled=True)
-
-
 def other_dtypes(group: dist.ProcessGroup) -> None:
     """16-bit inputs are computed in float32: only inputs and output are rounded."""
     rank = group.rank()
@@ -231,17 +221,3 @@ def disagree(group: dist.ProcessGroup) -> None:
 @device.devices("cpu")  # on other devices ranks compare only if SYMM_CP_DEBUG=1
 def test_ranks_that_disagree_on_documents(ranks: Ranks) -> None:
     ranks.run(2, disagree)
-
-
-def passes_opcheck(group: dist.ProcessGroup) -> None:
-    op = torch.ops.symm_mem._delta_rule_states.default
-    for decay in (torch.rand(2, 3), torch.rand(2, 3, 5)):
-        keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
-        args: list[Any] = [t.requires_grad_() for t in (keys, erased, values, decay)]
-        torch.library.opcheck(op, (*args, torch.tensor([3, 4]), [2, 1], group.group_name))
-        args[1] = None
-        torch.library.opcheck(op, (*args, None, [3], group.group_name))
-
-
-def test_opcheck(ranks: Ranks) -> None:
-    ranks.run(1, passes_opcheck)

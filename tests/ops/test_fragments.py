@@ -17,7 +17,7 @@ from symm_cp.ops.recurrent.fragments import runs_of
 from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
-from tests.exhaustive import exhaustive, pairs, some
+from tests.exhaustive import pairs, some
 from tests.ops.test_delta_rule import RULES, inputs, recurrence
 
 pytestmark = device.devices("cpu", "simulated")
@@ -93,14 +93,6 @@ def test_equals_the_recurrence(
     ranks: Ranks, world_size: int, kind: str, edges: str, by_feature: bool, erasing: bool
 ) -> None:
     ranks.run(world_size, recurs, kind, EDGES[edges], by_feature=by_feature, erasing=erasing)
-
-
-@exhaustive
-@device.devices("cpu")
-@pytest.mark.parametrize("edges", EDGES)
-def test_compiled(ranks: Ranks, edges: str) -> None:
-    how = {"by_feature": False, "erasing": True, "compiled": True}
-    ranks.run(2, recurs, "head-tail", EDGES[edges], **how)
 
 
 def convolves(group: dist.ProcessGroup, kind: str, edges: Sequence[int]) -> None:

@@ -15,7 +15,8 @@ from symm_cp.cuda import has_streams
 from symm_cp.ops.op import declared
 from symm_cp.testing import Ranks
 from tests import device
-from tests.ops.calls import Call, calls, leaves
+from tests.ops.calls import calls, leaves
+from tests.ops.functions import functions
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -114,46 +115,6 @@ def scatter_gradients(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, scatter_gradients)
-
-
-def collective_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    probes = [rand(3 * W, 2) for _ in range(W)]
-    x = rand(3, 2).requires_grad_()
-    (symm_cp.low_contention_all_gather(x, group=group) * probes[rank]).sum().backward()
-    torch.testing.assert_close(x.grad, sum(probes).chunk(W)[rank])
-    for reduce_op in ("sum", "avg"):
-        x = rand(3 * W, 2).requires_grad_()
-        parts = [rand(3, 2) for _ in range(W)]
-        out = symm_cp.low_contention_reduce_scatter(x, reduce_op=reduce_op, group=group)
-        (out * parts[rank]).sum().backward()
-        torch.testing.assert_close(x.grad, torch.cat(parts) / (W if reduce_op == "avg" else 1))
-        if device.chosen() != "cpu":
-            continue  # the other is torch's own there, and has no gradient
-        y = rand(5).requires_grad_()
-        weights = [rand(5) for _ in range(W)]
-        reduced = torch.ops.symm_mem.one_shot_all_reduce(y, reduce_op, group.group_name)
-        (reduced * weights[rank]).sum().backward()
-        torch.testing.assert_close(y.grad, sum(weights) / (W if reduce_op == "avg" else 1))
-
-
-@WORLD_SIZES
-def test_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, collective_gradients)
-
-
-def checks_numerically(group: dist.ProcessGroup) -> None:
-    A, B = rand(4, 3).requires_grad_(), rand(3, 2).requires_grad_()
-
-    def both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        up = symm_cp.all_gather_matmul(a, b, gather_dim=-2, group=group)
-        return symm_cp.matmul_reduce_scatter(up, b.t(), scatter_dim=0, group=group)
-
-    assert torch.autograd.gradcheck(both, (A, B))
-
-
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks.run(1, checks_numerically)
 
 
 def low_precision(group: dist.ProcessGroup, algorithm: str) -> None:
@@ -257,33 +218,9 @@ def laid_out_otherwise(grad: torch.Tensor) -> list[torch.Tensor]:
     return [backwards.permute(*reversed(range(grad.dim()))), wide]
 
 
-def matmuls_in_three_dimensions(group: dist.ProcessGroup) -> dict[str, Call]:
-    W = group.size()
-    found = {"all-reduce": Call(lambda *x: [symm_cp.matmul_all_reduce(*x, group=group)], [])}
-    for dim in range(3):
-        found |= {
-            f"gather {dim}": Call(
-                lambda x, w, _, dim=dim: symm_cp.all_gather_matmul(
-                    x, [w], gather_dim=dim, group=group
-                ),
-                [],
-            ),
-            f"scatter {dim}": Call(
-                lambda x, w, _, dim=dim: [
-                    symm_cp.matmul_reduce_scatter(x, w, scatter_dim=dim, group=group)
-                ],
-                [],
-            ),
-        }
-    for name, call in found.items():
-        inner = 3 * W if name == "gather 2" else 3
-        call.inputs = [rand(2 * W, 3 * W, 3), rand(inner, 5 * W), rand(5 * W)]
-    return found
-
-
 def strides_of_gradients(group: dist.ProcessGroup) -> None:
     """Autograd promises no strides for incoming gradients."""
-    found = calls(group) | matmuls_in_three_dimensions(group)
+    found = calls(group) | functions(group)
     if has_streams(torch.device("cpu")):  # torch's own kernels serve other devices
         for op in declared():
             if op.cpu_only:
@@ -346,40 +283,3 @@ def undefined_gradients(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_gradients_that_are_undefined(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, undefined_gradients)
-
-
-def losses_of_other_outputs(group: dist.ProcessGroup, seed: int) -> None:
-    """Each rank's loss depends on one output: the gathered input, or a product."""
-    W, rank = group.size(), group.rank()
-    torch.manual_seed(seed)
-    x, weights = rand(4 * W, 6 * W), [rand(6 * W, 5), rand(6 * W, 7)]
-
-    def outputs(full: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [full, *(full @ other for other in others)]
-
-    for dim, turn, in_parts in itertools.product((0, 1), range(3), (False, True)):
-        shard = x.chunk(W, dim)[rank].clone().requires_grad_()
-        own = [weight.clone().requires_grad_() for weight in weights]
-        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
-            shard, own, dim, group.group_name
-        )
-        loss = [gathered, *products][(rank + turn) % 3].square().sum()
-        with tuning.forced("shards" if in_parts else None):
-            grads = torch.autograd.grad(loss, [shard, *own], allow_unused=True)
-        full = x.clone().requires_grad_()
-        losses = [outputs(full, weights)[(r + turn) % 3].square().sum() for r in range(W)]
-        (expected,) = torch.autograd.grad(sum(losses), full)
-        torch.testing.assert_close(grads[0], expected.chunk(W, dim)[rank])
-        others = [weight.clone().requires_grad_() for weight in weights]
-        mine = outputs(x.clone().requires_grad_(), others)[(rank + turn) % 3].square().sum()
-        for grad, wanted in zip(
-            grads[1:], torch.autograd.grad(mine, others, allow_unused=True), strict=True
-        ):
-            assert (grad is None) == (wanted is None)
-            if grad is not None:
-                torch.testing.assert_close(grad, wanted)
-
-
-@WORLD_SIZES
-def test_ranks_whose_losses_are_of_other_outputs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, losses_of_other_outputs, int(torch.randint(1 << 30, ())))

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from symm_cp import moe
 from symm_cp.testing import Ranks
@@ -250,32 +249,6 @@ def test_more_rows_than_slots_take(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, beyond_the_slots)
 
 
-def in_every_mode(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    case = Layer(W, [5] * W, 2 * W, 2, seed=3, dtype=torch.float32)
-    arguments: Any = (group, case.experts[rank], case.num_experts, None)
-    agrees(group, case, run=functools.partial(checkpoint, fused, use_reentrant=False))
-    inputs = case.of_rank(rank, W)
-    want = fused(*arguments, *inputs).detach()
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            assert torch.equal(fused(*arguments, *inputs), want)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fused(*arguments, *inputs)
-        mixed = [x.bfloat16() if i in (1, 3) else x for i, x in enumerate(inputs)]
-        assert torch.equal(fused(*arguments, *mixed), found)
-    assert found.dtype == torch.bfloat16
-    narrow = [x.bfloat16() for x in inputs[:4]]
-    assert torch.equal(found, fused(*arguments, *[*narrow, inputs[4]]))
-    grads = torch.autograd.grad(found.float().sum(), inputs)
-    assert [g.dtype for g in grads] == [torch.float32] * 5
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_modes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_every_mode)
-
-
 def compiled(group: dist.ProcessGroup) -> None:
     """Compiles to one graph, which also works for other numbers of rows."""
     W, rank = group.size(), group.rank()
@@ -300,26 +273,6 @@ def compiled(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_compiled(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiled)
-
-
-def some_gradients(group: dist.ProcessGroup) -> None:
-    """Any subset of the inputs may need gradients; the others get none."""
-    W, rank = group.size(), group.rank()
-    case = Layer(W, [5] * W, 2 * W, 2, seed=5)
-    _, expected = dense(case, None, W)
-    for needed in ([0], [1], [2, 3], [3], [4], [0, 4]):
-        inputs = [x.detach() for x in case.of_rank(rank, W)]
-        for i in needed:
-            inputs[i].requires_grad_()
-        out = fused(group, case.experts[rank], case.num_experts, None, *inputs)
-        grads = torch.autograd.grad(out, [inputs[i] for i in needed], case.outputs[rank])
-        for i, grad in zip(needed, grads, strict=True):
-            close(grad, expected[rank][i], 100, NAMES[i])
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_some_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, some_gradients)
 
 
 def refused(group: dist.ProcessGroup) -> None:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.cuda.plans import refusals
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, pairs
+from tests.ops.calls import python_calls
 from tests.ops.test_head_projection import heads_of
-from tests.ops.test_small_matmuls import python_calls
 from tests.reference import reduce
 
 pytestmark = device.devices(*device.NAMES)
@@ -153,13 +152,6 @@ def test_projection(
     ranks.run(world_size, projects, shaping, parts_of, dtype, how)
 
 
-@device.devices("cpu")
-@exhaustive
-@pytest.mark.parametrize("shaping", SHAPINGS)
-def test_compiled(ranks: Ranks, shaping: str) -> None:
-    ranks.run(2, projects, shaping, "equal", torch.float32, "compiled")
-
-
 def modes(group: dist.ProcessGroup) -> None:
     x, w, norm = torch.randn(1, 3, D), torch.randn(D, 2 * E * group.size()), torch.ones(E)
     tables = torch.rand(2, 3, E)
@@ -193,23 +185,6 @@ def modes(group: dist.ProcessGroup) -> None:
 @device.devices("cpu")
 def test_modes(ranks: Ranks) -> None:
     ranks.run(2, modes)
-
-
-def against_torch(group: dist.ProcessGroup) -> None:
-    """As a model of transformers computes it."""
-    x, w, norm = torch.randn(1, 3, D), torch.randn(D, 2 * E), torch.randn(E)
-    cos, sin = torch.rand(2, 1, 3, E)
-    got = symm_cp.ulysses_projection(
-        x, w, features=E, group=group, norms=norm, eps=EPS, rope=(cos, sin), rotated=True
-    )
-    y = F.rms_norm((x @ w).unflatten(2, (-1, E)), (E,), norm, EPS).transpose(1, 2)
-    first, second = y.chunk(2, -1)
-    torch.testing.assert_close(got, y * cos + torch.cat([-second, first], -1) * sin)
-
-
-@device.devices("cpu")
-def test_equals_torchs_functions(ranks: Ranks) -> None:
-    ranks.run(1, against_torch)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

@@ -176,14 +176,6 @@ def test_layouts(ranks: Ranks, rule: str, edges: list[int], world_size: int) -> 
     ranks.run(world_size, runs, rule, [16 // world_size] * world_size, edges, head_tail=True)
 
 
-@exhaustive
-@device.devices("cpu")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("edges", [[], [0, 5, 16]], ids=["whole", "packed"])
-def test_compiled(ranks: Ranks, rule: str, edges: list[int]) -> None:
-    ranks.run(2, runs, rule, [8, 8], edges, True)
-
-
 def other_dtypes(group: dist.ProcessGroup) -> None:
     """16-bit inputs are computed in float32: only inputs and output are rounded."""
     for rule, (loop, op, make) in RULES.items():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,22 +40,6 @@ def lengths(group: dist.ProcessGroup, uneven: bool) -> list[int]:
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     near = NEAR[actual.dtype]
     torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=near, atol=near)
-
-
-def python_calls(run: Callable[[], object]) -> list[str]:
-    """The functions of this project that run in a call."""
-    seen: list[str] = []
-
-    def on_call(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "symm_cp" in frame.f_code.co_filename:
-            seen.append(frame.f_code.co_name)
-
-    sys.setprofile(on_call)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return seen
 
 
 def same_as_dense(
@@ -120,72 +102,6 @@ CASES = [
 )
 def test_results(ranks: Ranks, world_size: int, dtype: torch.dtype, dim: int, uneven: bool) -> None:
     ranks.run(world_size, same_as_dense, dtype, dim, uneven, random.randrange(1 << 30))
-
-
-def gradients(group: dist.ProcessGroup, dim: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    size, last = group.size(), dim == 1
-    weight = torch.randn(3 * size if last else 4, 5, requires_grad=True)
-    down = torch.randn(5, 4 * size if last else 4, requires_grad=True)
-    torch.manual_seed(seed + 1 + group.rank())
-    shard = torch.randn((2, 3) if last else (3, 4), requires_grad=True)
-    found = {}
-    for algorithm in (None, "shards"):
-        with tuning.forced(algorithm):
-            hidden = symm_cp.all_gather_matmul(shard, weight, gather_dim=dim, group=group)
-            out = symm_cp.matmul_reduce_scatter(hidden.sin(), down, scatter_dim=dim, group=group)
-            loss = (out * torch.arange(out.numel()).view_as(out)).sum()
-            found[algorithm] = torch.autograd.grad(loss, (shard, weight, down))
-    for at_once, by_shards in zip(found[None], found["shards"], strict=True):
-        torch.testing.assert_close(at_once, by_shards, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-@pytest.mark.parametrize("dim", [0, 1])
-def test_gradients(ranks: Ranks, world_size: int, dim: int) -> None:
-    ranks.run(world_size, gradients, dim, random.randrange(1 << 30))
-
-
-def without_python(group: dist.ProcessGroup) -> None:
-    size, name = group.size(), group.group_name
-    x, w = torch.randn(4, 6), torch.randn(6, 5)
-    a = torch.randn(4 * size, 6)
-    grads = torch.randn(4 * size, 5)
-    calls: list[Callable[[], object]] = [
-        lambda: OPS.fused_all_gather_matmul(x, [w], 0, name),
-        lambda: OPS.fused_matmul_reduce_scatter(a, w, "sum", 0, name),
-        lambda: OPS._fused_matmuls_reduce_scatter([a], [w], None, "sum", 0, name),
-        lambda: OPS._fused_all_gather_weight_grad(x, [grads], 0, name),
-        lambda: OPS._fused_matmul_reduce_scatter_backward(
-            torch.randn(4, 5), a, w, "sum", 0, name, True, True
-        ),
-    ]
-    for index, call in enumerate(calls):
-        for _ in range(3):
-            call()
-        assert python_calls(call) == [], index
-    leaf, weight, wide = (t.clone().requires_grad_() for t in (x, w, a))
-    both: list[Callable[[], torch.Tensor]] = [
-        lambda: OPS.fused_all_gather_matmul(leaf, [weight], 0, name)[1][0],
-        lambda: OPS.fused_matmul_reduce_scatter(wide, weight, "sum", 0, name),
-    ]
-    for index, run in enumerate(both):
-        for _ in range(3):
-            run().sum().backward()
-        assert python_calls(lambda run=run: run().sum().backward()) == [], index
-    # The entry points check their arguments, and name the group.
-    for entry in (
-        lambda: symm_cp.all_gather_matmul(x, w, group=group),
-        lambda: symm_cp.matmul_reduce_scatter(a, w, group=group),
-    ):
-        for _ in range(3):
-            entry()
-        seen = python_calls(entry)
-        assert len(seen) <= 12, seen
-
-
-def test_nothing_of_python_runs_between_call_and_result(ranks: Ranks) -> None:
-    ranks.run(2, without_python)
 
 
 def other_columns(group: dist.ProcessGroup) -> None:

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.cuda.plans import refusals
 from symm_cp.testing import Ranks
 from tests import attention_reference, device
 from tests.attention_reference import Problem
 from tests.device import devices
 from tests.exhaustive import exhaustive, pairs, some
-from tests.ops.test_small_matmuls import python_calls
 from tests.ops.test_spread_cache import Case, problem_of
 
 pytestmark = devices("cpu", "simulated", "cuda")
@@ -146,53 +144,6 @@ def test_equals_dense_attention(
     case = replace(CASES[name], dtype=dtype)
     problems = problems_of(case)
     compare(case, problems, ranks.run(world_size, trained, case, problems, "planned"))
-
-
-@devices("cpu")
-@exhaustive
-@pytest.mark.parametrize("name", ["tokens", "window, padded", "sinks, scale"])
-def test_compiled(ranks: Ranks, name: str) -> None:
-    problems = problems_of(CASES[name])
-    compare(CASES[name], problems, ranks.run(2, trained, CASES[name], problems, "compiled"))
-
-
-def without_python(group: dist.ProcessGroup) -> None:
-    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 40, 8)
-    at = torch.arange(40)
-    run = torch.ops.symm_mem.spread_cache_attention_scattered
-    for options in ((), (None, at, 39)):
-
-        def call(options: Any = options) -> Any:
-            return run(q, k, k, group.group_name, *options)
-
-        call()
-        call()
-        assert python_calls(call) == [], refusals()
-
-
-@devices("cpu")
-def test_the_third_call_runs_without_python(ranks: Ranks) -> None:
-    ranks.run(2, without_python)
-
-
-def modes(group: dist.ProcessGroup) -> None:
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6 + group.rank(), 8)
-
-    def attend(query: torch.Tensor, key: torch.Tensor = k) -> torch.Tensor:
-        return symm_cp.spread_cache_attention(query, key, key, group=group, scatter_heads=True)[0]
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        casted = attend(q)
-    assert torch.equal(casted, attend(q.bfloat16(), k.bfloat16()))
-    with torch.no_grad():
-        assert not attend(q.requires_grad_()).requires_grad
-    with torch.inference_mode():
-        assert torch.equal(attend(q), attend(q.detach()))
-
-
-@devices("cpu")
-def test_modes(ranks: Ranks) -> None:
-    ranks.run(2, modes)
 
 
 def refused(group: dist.ProcessGroup) -> None:

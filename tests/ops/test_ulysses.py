@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.group.memory import resolve
@@ -347,77 +346,3 @@ def test_a_rank_of_a_mesh_tells_all_others(ranks: Ranks) -> None:
 
 
 # --- modes -----------------------------------------------------------------------------------
-
-
-def modes(group: dist.ProcessGroup) -> None:
-    inputs, options = by_keys.all_options(group)
-
-    def attend(*args: torch.Tensor) -> torch.Tensor:
-        q, k, v, sinks, bias = args
-        out, lse = OP(
-            q, k, v, group.group_name, sinks=sinks, bias=bias, method="ulysses", **options
-        )
-        return out.square().sum() + lse.nan_to_num(neginf=0).sum()
-
-    expected = attend(*inputs)
-    grads = torch.autograd.grad(expected, inputs)
-    with torch.inference_mode():
-        assert torch.equal(attend(*inputs), expected)
-    with torch.no_grad():
-        assert torch.equal(attend(*inputs), expected)
-    again = checkpoint(attend, *inputs, use_reentrant=False)
-    assert all(map(torch.equal, torch.autograd.grad(again, inputs), grads))
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert all(map(torch.equal, torch.autograd.grad(attend(*inputs), inputs), grads))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = attend(*inputs)
-    assert [t.dtype for t in torch.autograd.grad(low, inputs)] == [torch.float32] * 5
-    first = torch.autograd.grad(attend(*inputs), inputs, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(first[0].sum(), inputs)
-
-
-def test_modes_of_the_caller(ranks: Ranks) -> None:
-    ranks.run(2, modes)
-
-
-def compiled(group: dist.ProcessGroup, backend: str) -> None:
-    torch._dynamo.reset()
-    inputs, options = by_keys.all_options(group)
-
-    def attend(*args: torch.Tensor) -> torch.Tensor:
-        q, k, v, sinks, bias = args
-        out, lse = OP(
-            q, k, v, group.group_name, sinks=sinks, bias=bias, method="ulysses", **options
-        )
-        return out.sin().sum() + lse.nan_to_num(neginf=0).sum()
-
-    fast = torch.compile(attend, backend=backend, fullgraph=True)
-    expected = torch.autograd.grad(attend(*inputs), inputs)
-    torch.testing.assert_close(torch.autograd.grad(fast(*inputs), inputs), expected)
-
-
-@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
-def test_compiled(ranks: Ranks, backend: str) -> None:
-    ranks.run(2, compiled, backend)
-
-
-def differentiates(group: dist.ProcessGroup) -> None:
-    q, k, v = (torch.randn(1, n, 5, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
-
-    def attend(*args: torch.Tensor) -> Any:
-        return OP(*args, group.group_name, enable_gqa=True, is_causal=True, method="ulysses")
-
-    assert torch.autograd.gradcheck(attend, (q, k, v))
-    torch.library.opcheck(
-        OP.default,
-        (q, k, v, group.group_name),
-        {"enable_gqa": True, "is_causal": True, "method": "ulysses"},
-    )
-
-
-def test_gradients_are_those_of_finite_differences_and_the_op_is_well_formed(ranks: Ranks) -> None:
-    ranks.run(1, differentiates)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from symm_cp import tuning
 from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import reference
-from tests.exhaustive import some
-from tests.ops.test_fake import CHECKS, compare
+from tests.ops.test_fake import compare
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn
@@ -206,54 +204,6 @@ def test_gradients_of_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> No
     ranks.run(world_size, scatter_gradients)
 
 
-def twice(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Second derivatives that depend on everything."""
-    loss: Any = sum((out + 0.3 * out**3).sum() for out in outputs)
-    first = torch.autograd.grad(loss, inputs, create_graph=True)
-    return list(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
-
-
-def second_derivatives(group: dist.ProcessGroup) -> None:
-    """Every rank computes the dense reference of all ranks by itself."""
-    W, rank = group.size(), group.rank()
-    for dim in (0, 1):
-        split = Split(tuple(1 + 2 * (r % 2) for r in range(W)), dim)
-        length = split.length
-        whole = [torch.randn(shape_with((3, 4), dim, length)).double() for _ in range(W)]
-        inner = length if dim == 1 else 4
-        weights = [torch.randn(inner, 2).double() for _ in range(W)]
-
-        def dense_gather(*inputs: torch.Tensor, dim: int = dim, W: int = W) -> list[torch.Tensor]:
-            full = torch.cat(inputs[:W], dim)
-            return [out for w in inputs[W:] for out in (full, full @ w)]
-
-        shards = [leaf(split.of(r, whole[0])) for r in range(W)]
-        leaves = [leaf(w) for w in weights]
-        expected = twice(dense_gather(*shards, *leaves), [*shards, *leaves])
-        own = [leaf(shards[rank]), leaf(weights[rank])]
-        full, (out,) = OPS._all_gather_matmul_split(
-            own[0], [own[1]], dim, group.group_name, list(split.sizes), rank
-        )
-        got = twice([full, out], own)
-        torch.testing.assert_close(got, [expected[rank], expected[W + rank]])
-
-        rows = 3 if dim == 1 else length
-        a = [leaf(torch.randn(rows, 4).double()) for _ in range(W)]
-        b = [leaf(torch.randn(4, length if dim == 1 else 2).double()) for _ in range(W)]
-        product = sum(x @ w for x, w in zip(a, b, strict=True)) / W
-        expected = twice([product], [*a, *b])
-        own = [leaf(a[rank]), leaf(b[rank])]
-        out = symm_cp.matmul_reduce_scatter(
-            *own, scatter_dim=dim, reduce_op="avg", group=group, sizes=split.sizes
-        )
-        torch.testing.assert_close(twice([out], own), [expected[rank], expected[W + rank]])
-
-
-@WORLD_SIZES
-def test_second_derivatives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, second_derivatives)
-
-
 def float8(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).clamp(-4, 4).to(FLOAT8)
 
@@ -369,40 +319,6 @@ def test_low_contention_collectives(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, collectives)
 
 
-def collective_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    for split in splits(W):
-        whole = torch.randn(split.length, 2, dtype=torch.float64)
-        probes = [torch.randn_like(whole) for _ in range(W)]
-        x = leaf(split.of(rank, whole))
-        gathered = symm_cp.low_contention_all_gather(x, group=group, sizes=split.sizes)
-        (gathered * probes[rank]).sum().backward()
-        torch.testing.assert_close(x.grad, split.of(rank, sum(probes)))
-        for op in ("sum", "avg"):
-            y = leaf(whole)
-            part = symm_cp.low_contention_reduce_scatter(
-                y, reduce_op=op, group=group, sizes=split.sizes
-            )
-            (part * split.of(rank, probes[0])).sum().backward()
-            torch.testing.assert_close(y.grad, probes[0] / (W if op == "avg" else 1))
-        for dim in (1, 2):
-            keys = Split(split.sizes, dim)
-            kv = [torch.randn(shape_with((2, 3, 4), dim, keys.length)) for _ in range(2)]
-            grads = [[torch.randn_like(t) for t in kv] for _ in range(W)]
-            own = [leaf(keys.of(rank, t)) for t in kv]
-            both = symm_cp.all_gather_kv(*own, seq_dim=dim, group=group, sizes=keys.sizes)
-            for got, want in zip(both, kv, strict=True):
-                assert torch.equal(got, want)
-            found = torch.autograd.grad(both, own, grads[rank])
-            for i, got in enumerate(found):
-                torch.testing.assert_close(got, keys.of(rank, sum(g[i] for g in grads)))
-
-
-@WORLD_SIZES
-def test_gradients_of_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, collective_gradients)
-
-
 def fakes(group: dist.ProcessGroup) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for dim in (-3, -2, -1):
@@ -439,82 +355,6 @@ def fakes(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_fakes(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, fakes)
-
-
-def opchecks(group: dist.ProcessGroup) -> None:
-    W, rank, name = group.size(), group.rank(), group.group_name
-    sizes = list(range(1, W + 1))
-    a, b, whole = torch.randn(rank + 1, 8), torch.randn(8, 6), torch.randn(sum(sizes), 8)
-    for grad in (False, True):
-        x, w, full = (t.clone().requires_grad_(grad) for t in (a, b, whole))
-        calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (OPS._all_gather_matmul_split, (x, [w, w], 0, name, sizes, rank)),
-            (OPS._matmul_reduce_scatter_split, (full, w, "sum", 0, name, sizes, rank)),
-            (OPS.all_gather_kv, (x, x, 0, name, sizes, rank)),
-            (OPS._fused_matmuls_reduce_scatter, ([full], [w], None, "sum", 0, name, sizes, rank)),
-            (OPS._fused_all_gather_weight_grad, (x, [full], 0, name, sizes, rank)),
-        ]
-        for op, args in calls:
-            torch.library.opcheck(op.default, args, test_utils=CHECKS)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_opcheck(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, opchecks)
-
-
-def compiles(group: dist.ProcessGroup, backend: str) -> None:
-    """Forward and backward in one graph: 5 rows, and columns that no W divides."""
-    W, rank = group.size(), group.rank()
-    rows, columns = Split.nearly_equal(5, W), Split.nearly_equal(7, W, 1)
-
-    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        hidden = symm_cp.all_gather_matmul(x, up, group=group, sizes=rows.sizes).relu()
-        part = symm_cp.matmul_reduce_scatter(
-            hidden, down, scatter_dim=1, group=group, sizes=columns.sizes
-        )
-        whole = symm_cp.all_gather_matmul(
-            part, torch.eye(7), gather_dim=-1, group=group, sizes=columns.sizes
-        )
-        own = symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=rows.sizes)
-        return symm_cp.low_contention_all_gather(own * 2, group=group, sizes=rows.sizes) + 1
-
-    inputs = [torch.randn(rows.sizes[rank], 8), torch.randn(8, 6), torch.randn(6, 7)]
-    runs: list[Callable[..., torch.Tensor]] = [
-        block,
-        torch.compile(block, backend=backend, fullgraph=True),
-    ]
-    results = []
-    for run in runs:
-        leaves = [leaf(x) for x in inputs]
-        out = run(*leaves)
-        out.square().sum().backward()
-        results.append([out.detach(), *(x.grad for x in leaves)])
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
-def test_compiles(ranks: Ranks, backend: str) -> None:
-    ranks.run(3, compiles, backend, timeout=300)
-
-
-def under_autocast(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    split = Split.nearly_equal(5, W)
-    whole, weight = torch.randn(5, 8), torch.randn(8, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = symm_cp.all_gather_matmul(
-            split.of(rank, whole), weight, group=group, sizes=split.sizes
-        )
-        back = symm_cp.matmul_reduce_scatter(whole, weight, group=group, sizes=split.sizes)
-        exact = whole @ weight
-    assert out.dtype == back.dtype == torch.bfloat16
-    torch.testing.assert_close(out, exact)
-    torch.testing.assert_close(back, split.of(rank, W * exact), rtol=0.05, atol=0.05)
-
-
-def test_autocast(ranks: Ranks) -> None:
-    ranks.run(3, under_autocast)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

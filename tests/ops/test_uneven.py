@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def shape_with(shape: tuple[int, ...], dim: int, length: int) -> list[int]:
 
 def gathers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
-    for shape, algorithm in itertools.product([(3, 4), (2, 3, 4)], tuning.ALGORITHMS):
+    for shape, algorithm in itertools.product([(3, 4), (2, 3, 4)], (None, *tuning.ALGORITHMS)):
         for dim in range(len(shape)):
             for split in splits(W, dim):
                 whole = torch.randn(shape_with(shape, dim, split.length)).to(dtype)
@@ -76,7 +75,7 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int, dtype: torch.dtype) ->
 def scatters(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
     for shape, algorithm, op in itertools.product(
-        [(3, 4), (2, 3, 4)], tuning.ALGORITHMS, ("sum", "avg")
+        [(3, 4), (2, 3, 4)], (None, *tuning.ALGORITHMS), ("sum", "avg")
     ):
         for dim in range(len(shape)):
             for split in splits(W, dim):
@@ -125,83 +124,6 @@ def many_columns(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_columns_that_do_not_divide(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, many_columns)
-
-
-def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    summed = grad.clone()
-    dist.all_reduce(summed, group=group)
-    return summed
-
-
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
-
-
-def gather_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    algorithms = itertools.cycle((*tuning.ALGORITHMS, tuning.ALGORITHMS[1]))
-    for dim, used in itertools.product(range(3), ((0, 1), (1,), ())):
-        for split in splits(W, dim):
-            whole = torch.randn(shape_with((2, 3, 4), dim, split.length)).double()
-            weights = [torch.randn(whole.shape[-1], n).double() for n in (3, 2)]
-            probes = [
-                [torch.randn(*whole.shape[:-1], n).double() for n in (3, 2)] for _ in range(W)
-            ]
-            kept = [torch.randn_like(whole) for _ in range(W)]
-            dense, dense_weights = leaf(whole), [leaf(w) for w in weights]
-            loss: Any = sum((dense * kept[r]).sum() for r in range(W))
-            for r, i in itertools.product(range(W), used):
-                loss = loss + ((dense @ dense_weights[i]) * probes[r][i]).sum()
-            loss.backward()
-            shard, own = leaf(split.of(rank, whole)), [leaf(w) for w in weights]
-            with tuning.forced(next(algorithms)):
-                gathered, outputs = symm_cp.all_gather_matmul(
-                    shard, own, gather_dim=dim, group=group, return_gathered=True,
-                    sizes=split.sizes,
-                )  # fmt: skip
-                loss = (gathered * kept[rank]).sum()
-                for i in used:
-                    loss = loss + (outputs[i] * probes[rank][i]).sum()
-                loss.backward()
-            torch.testing.assert_close(shard.grad, split.of(rank, dense.grad))
-            for i in used:
-                torch.testing.assert_close(total(own[i].grad, group), dense_weights[i].grad)
-
-
-@WORLD_SIZES
-def test_gradients_of_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gather_gradients)
-
-
-def scatter_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    algorithms = itertools.cycle((*tuning.ALGORITHMS, tuning.ALGORITHMS[1]))
-    for dim, op in itertools.product(range(3), ("sum", "avg")):
-        for split in splits(W, dim):
-            rows = [2, 3, 4] if dim == 2 else shape_with((2, 3, 4), dim, split.length)
-            columns = split.length if dim == 2 else 5
-            a = [leaf(torch.randn(rows).double()) for _ in range(W)]
-            b = [leaf(torch.randn(4, columns).double()) for _ in range(W)]
-            product = sum(x @ w for x, w in zip(a, b, strict=True))
-            probe = torch.randn(product.shape).double()
-            ((product / (W if op == "avg" else 1)) * probe).sum().backward()
-            for need_a, need_b in ((True, True), (True, False), (False, True)):
-                own_a = a[rank].detach().clone().requires_grad_(need_a)
-                own_b = b[rank].detach().clone().requires_grad_(need_b)
-                with tuning.forced(next(algorithms)):
-                    output = symm_cp.matmul_reduce_scatter(
-                        own_a, own_b, scatter_dim=dim, reduce_op=op, group=group, sizes=split.sizes
-                    )
-                    (output * split.of(rank, probe)).sum().backward()
-                if need_a:
-                    torch.testing.assert_close(own_a.grad, a[rank].grad)
-                if need_b:
-                    torch.testing.assert_close(own_b.grad, b[rank].grad)
-
-
-@WORLD_SIZES
-def test_gradients_of_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scatter_gradients)
 
 
 def float8(*shape: int) -> torch.Tensor:

@@ -101,7 +101,6 @@ def recurrent(group: dist.ProcessGroup) -> None:
 def uneven_parts(group: dist.ProcessGroup) -> None:
     test_uneven.gathers(group, torch.float32)
     test_uneven.scatters(group, torch.float32)
-    test_uneven.scaled(group)
 
 
 @HOSTS

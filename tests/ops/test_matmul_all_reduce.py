@@ -105,12 +105,15 @@ def test_sums_of_products(ranks: Ranks, world_size: int) -> None:
 
 
 def large(group: dist.ProcessGroup) -> None:
-    """Results that more than two ranks sum in two shots, whichever algorithm they are produced."""
+    """Results that more than two ranks sum in two shots; parts that end within a row; one row."""
     W, rank = group.size(), group.rank()
-    for dtype, algorithm in itertools.product((torch.float32, torch.bfloat16), ALGORITHMS):
-        As = [torch.randn(1030, 3).to(dtype) for _ in range(W)]
-        Bs = [torch.randn(3, 301).to(dtype) for _ in range(W)]
-        bias = torch.randn(301).to(dtype)
+    shapes = (1030, 3, 301), (7, 64, 9_001), (6, 5, 10_000), (1, 64, 1024)
+    for dtype, algorithm, (rows, inner, columns) in itertools.product(
+        (torch.float32, torch.bfloat16), ALGORITHMS, shapes
+    ):
+        As = [torch.randn(rows, inner).to(dtype) for _ in range(W)]
+        Bs = [torch.randn(columns, inner).to(dtype).t() for _ in range(W)]
+        bias = torch.randn(columns).to(dtype)
         exact = reference.matmul_all_reduce(As, Bs, "sum", bias)
         for _ in range(3):  # both slots
             with tuning.forced(algorithm):

@@ -65,7 +65,7 @@ def gathers(group: dist.ProcessGroup, index: int) -> None:
     full, expected = reference.all_gather_matmul(shards, weights, dim)
     shard = laid_out(shards[rank], group, kind)
     given = [laid_out(b, group, random.randrange(3) if kind != 3 else 0) for b in weights]
-    with tuning.forced(random.choice((*tuning.ALGORITHMS, tuning.LANES))):
+    with tuning.forced(random.choice((None, *tuning.ALGORITHMS, tuning.LANES))):
         gathered, outputs = symm_cp.all_gather_matmul(
             shard, given, gather_dim=dim, group=group, return_gathered=True
         )
@@ -91,7 +91,7 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     reduce_op = random.choice(["sum", "avg"])
     expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op)[rank]
     given = laid_out(a[rank], group, random.randrange(3))
-    with tuning.forced(random.choice((*tuning.ALGORITHMS, tuning.LANES))):
+    with tuning.forced(random.choice((None, *tuning.ALGORITHMS, tuning.LANES))):
         output = symm_cp.matmul_reduce_scatter(
             given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
         )

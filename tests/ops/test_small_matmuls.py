@@ -17,7 +17,7 @@ NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.f
 
 
 def lengths(group: dist.ProcessGroup, uneven: bool) -> list[int]:
-    return [2 + (r * 2) % 3 if uneven else 3 for r in range(group.size())]
+    return [(2, 0, 3, 1)[r] if uneven else 3 for r in range(group.size())]
 
 
 def other_columns(group: dist.ProcessGroup) -> None:

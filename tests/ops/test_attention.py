@@ -59,10 +59,15 @@ def layouts(world_size: int) -> list[SequenceLayout]:
 @WORLD_SIZES
 def test_masks_and_layouts(ranks: Ranks, world_size: int) -> None:
     cases = [
-        Case(layout, dtype=torch.float64, rotate=rotate, with_lse=number % 2 == 1, **mask)
+        Case(
+            layout,
+            dtype=torch.float64,
+            rotate=("allgather", "alltoall")[(number + turn) % 2],
+            with_lse=number % 2 == 1,
+            **mask,
+        )
         for number, layout in enumerate(layouts(world_size))
-        for mask in masks(layout)
-        for rotate in ("allgather", "alltoall")
+        for turn, mask in enumerate(masks(layout))
     ]
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 

@@ -17,9 +17,9 @@ from symm_cp import moe
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
-from tests.ops.test_experts import FLOATS, Case, drawn, routed
+from tests.ops import test_experts
+from tests.ops.test_experts import Case, drawn, routed
 
-everywhere = device.devices(*device.NAMES)
 HIDDEN, WIDTH = 6, 5
 
 #: Tokens of a rank: their rows need larger slots than the first calls have.
@@ -32,7 +32,7 @@ class Layer(Case):
     def __init__(
         self, ranks: int, sizes: list[int], num_experts: int, top_k: int, **more: Any
     ) -> None:
-        super().__init__(ranks, sizes, num_experts, top_k, (HIDDEN,), **more)
+        super().__init__(ranks, sizes, num_experts, top_k, **{**more, "features": (HIDDEN,)})
         dtype = more.get("dtype", torch.float64)
         on: Any = {"generator": torch.Generator(device.name()).manual_seed(more.get("seed", 0))}
 
@@ -133,42 +133,7 @@ def agrees(
 
 
 def many_agree(group: dist.ProcessGroup, seeds: range, dtypes: list[torch.dtype]) -> None:
-    W = group.size()
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
-            return int(torch.randint(low, high, (1,), generator=generator))
-
-        sizes = [draw(0, 9) for _ in range(W)]
-        num_experts = W * draw(1, 4)
-        case = Layer(
-            W, sizes, num_experts, draw(1, min(5, num_experts + 1)),
-            dtype=dtypes[seed % len(dtypes)], seed=seed, skew=[0.0, 0.0, 5.0][draw(0, 3)],
-        )  # fmt: skip
-        agrees(group, case, [None, None, 0, 3][draw(0, 4)])
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_routings(ranks: Ranks, world_size: int) -> None:
-    seed = drawn()
-    ranks.run(world_size, many_agree, range(seed, seed + 4), [torch.float64])
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", some(torch.bfloat16, of=FLOATS))
-def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
-    seed = drawn()
-    ranks.run(2, many_agree, range(seed, seed + 4), [dtype])
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
-def test_many_random_routings(ranks: Ranks, world_size: int) -> None:
-    """Random routings with all dtypes, 300 in total."""
-    seed = drawn()
-    ranks.run(world_size, many_agree, range(seed, seed + 100), FLOATS)
+    test_experts.many_agree(group, seeds, dtypes, Layer, agrees)
 
 
 def unfused(
@@ -247,32 +212,6 @@ def beyond_the_slots(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(of=[2]))
 def test_more_rows_than_slots_take(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, beyond_the_slots)
-
-
-def compiled(group: dist.ProcessGroup) -> None:
-    """Compiles to one graph, which also works for other numbers of rows."""
-    W, rank = group.size(), group.rank()
-
-    def step(experts: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return fused(group, experts, 2 * W, None, *inputs)
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        run = torch.compile(step, backend="aot_eager", fullgraph=True)
-        for seed in (3, 4):
-            case = Layer(W, [6] * W, 2 * W, 2, seed=seed)
-            results = []
-            for function in (run, step):
-                inputs = case.of_rank(rank, W)
-                out = function(case.experts[rank], *inputs)
-                results.append([out, *torch.autograd.grad(out, inputs, case.outputs[rank])])
-            for found, want in zip(*results, strict=True):
-                torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_compiled(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled)
 
 
 def refused(group: dist.ProcessGroup) -> None:

@@ -21,7 +21,6 @@ from tests.exhaustive import some
 from tests.ops.calls import Call, Tensors, call_of, caller, calls, is_real, leaves
 from tests.ops.functions import functions
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 #: Ops on memory that their caller must have allocated: the checks of torch call them with copies.
 ON_GIVEN_MEMORY = r"remote|vdev|tile_reduce|nccl|multimem|nvshmem|word|memset32_|value32_"
 
@@ -132,7 +131,8 @@ def differentiates(group: dist.ProcessGroup, name: str, call: Call) -> None:
     assert_slope(group, lambda x: probed(gradients(x)[1]), inputs, second)
 
 
-@WORLD_SIZES
+# With 2 ranks some gradients of chains are 0.
+@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
 def test_gradients_and_second_derivatives(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, each, differentiates, public, internal)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -19,11 +20,11 @@ from symm_cp import native
 from symm_cp.cuda.plans import refusals
 from symm_cp.ops.call import Call
 from symm_cp.ops.common import group_of
-from symm_cp.ops.op import NoGradient, Op, declared
+from symm_cp.ops.op import BackwardOp, NoGradient, Op, declared
 from symm_cp.ops.registration import register_one
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import caller, completed
+from tests.ops.calls import caller, calls, completed, leaves, python_calls
 
 OPS = torch.ops.symm_mem
 
@@ -76,10 +77,32 @@ def every_op(group: dist.ProcessGroup, seed: int) -> None:
             assert_same(call(), expected, f"{op.name}, planned")
         if not runs():
             in_python[op.name] = refusals()[op.full_name]
+            continue
+        args, kwargs = op.example(caller(group))  # type: ignore[misc]
+        assert python_calls(functools.partial(op.overload, *args, **kwargs)) == [], op.name
     expected_in_python = IN_PYTHON if group.size() > 1 else {}
     assert in_python.keys() == expected_in_python.keys(), in_python
     for name, reason in expected_in_python.items():
         assert reason in in_python[name], in_python[name]
+
+
+def every_backward_pass(group: dist.ProcessGroup) -> None:
+    """Backward passes that are ops run no Python once these are planned."""
+    backward_ops = [op.name for op in declared() if isinstance(op.gradient, BackwardOp)]
+    for name, call in calls(group).items():
+        if name not in backward_ops:
+            continue
+        given = leaves(call.inputs)
+        for _ in range(5):
+            outputs = call.run(*given)
+            grads = [torch.ones_like(out) for out in outputs]
+            seen = python_calls(functools.partial(torch.autograd.backward, outputs, grads))
+        assert seen == [], (name, refusals())
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_every_backward_pass_is_planned(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, every_backward_pass)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import symm_cp  # noqa: F401 (registers the ops)
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.faults import strange
+from tests.faults import strange, strange_kinds
 from tests.patience import patient
 
 #: Long enough for the others to look for this rank, and to watch the link to it.
@@ -80,7 +80,7 @@ def refused_by_one(group: dist.ProcessGroup, name: str) -> None:
         tensors = op.tensors(group.size())
         given = [x.clone() for x in tensors]
         if group.rank() == 0:
-            given[0] = strange.MAKE["deleted"](given[0])
+            given[0] = strange_kinds.MAKE["deleted"](given[0])
         else:
             dist.barrier(group)
         begin = time.monotonic()

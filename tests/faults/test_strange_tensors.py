@@ -1,7 +1,7 @@
 """Kinds of tensors that ops seldom see: each call is right or refused at once, and the next works.
 
-Sparse, quantised and nested tensors, freed storage, wrappers and more (strange.py), in each place
-of each op, on all ranks and on one, which has to tell the others.
+Sparse, quantised and nested tensors, freed storage, wrappers and more (strange_kinds.py), in each
+place of each op, on all ranks and on one, which has to tell the others.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from symm_cp.testing import Ranks
 from tests.backend.common import shared
 from tests.exhaustive import exhaustive
-from tests.faults import strange
+from tests.faults import strange, strange_kinds
 from tests.faults.calls_as_data import wide
 
 AT_ONCE = 3.0  # seconds, even on a busy machine; well below the time-out
 TIMEOUT_MS = 10_000
 WORLD_SIZE = 2
-KINDS = list(strange.MAKE)
-NO_VALUES = (*strange.WITHOUT_STORAGE, *strange.STAND_INS, "enormous", "overflowing")
+KINDS = list(strange_kinds.MAKE)
+NO_VALUES = (*strange_kinds.WITHOUT_STORAGE, *strange_kinds.STAND_INS, "enormous", "overflowing")
 OPS = sorted((*strange.RAW, *strange.ENTRY_POINTS))
 
 
@@ -53,8 +53,8 @@ def _difference(found: Any, expected: list[torch.Tensor]) -> str:
     if [x.shape for x in values] != [x.shape for x in expected]:
         return f"shapes {[x.shape for x in values]}, not {[x.shape for x in expected]}"
     for one, other in zip(values, expected, strict=True):
-        one, other = strange.dense(one), strange.dense(other)
-        if strange.is_shell(one):
+        one, other = strange_kinds.dense(one), strange_kinds.dense(other)
+        if strange_kinds.is_shell(one):
             continue
         if hasattr(one, "rename"):  # before 2.13 torch has named tensors, which it does not compare
             one, other = one.detach().rename(None), other.detach().rename(None)
@@ -72,13 +72,13 @@ def _attempt(
     tensors, same = [x.clone() for x in plain], [x.clone() for x in plain]
     expected: Any = None
     try:
-        made = strange.MAKE[case.kind](tensors[case.position].clone())
+        made = strange_kinds.MAKE[case.kind](tensors[case.position].clone())
     except Exception:
         return None
     ordinary = None
     if case.kind not in NO_VALUES:
         with contextlib.suppress(Exception):
-            ordinary = strange.dense(made)
+            ordinary = strange_kinds.dense(made)
     if ordinary is not None:
         if mine:
             same[case.position] = ordinary
@@ -90,7 +90,7 @@ def _attempt(
     seconds = time.monotonic() - begin
     if isinstance(found, Exception):
         return Outcome(type(found).__name__, str(found), seconds)
-    if case.kind in strange.STAND_INS or any(x.is_meta for x in found):
+    if case.kind in strange_kinds.STAND_INS or any(x.is_meta for x in found):
         return Outcome("right", seconds=seconds)
     if not mine and not isinstance(expected, list):
         expected = good  # what rank 0 gave came before it failed
@@ -168,7 +168,7 @@ def _is_accepted(case: Given) -> bool:
 
 def _is_told(case: Given) -> bool:
     """Whether peers can hear of a refusal: torch refuses some calls before anybody is asked."""
-    if case.kind in strange.STAND_INS:
+    if case.kind in strange_kinds.STAND_INS:
         return False  # nothing is refused
     if case.op in strange.COLLECTIVES:
         return case.kind in BY_THE_BACKEND
@@ -218,7 +218,7 @@ def fault(case: Given, outcomes: list[Outcome]) -> str:
     if max(outcome.seconds for outcome in outcomes) > AT_ONCE:
         return "not at once"
     if first.what == "right":
-        kinds = strange.WITHOUT_DENSE_MEMORY + strange.WITHOUT_STORAGE
+        kinds = strange_kinds.WITHOUT_DENSE_MEMORY + strange_kinds.WITHOUT_STORAGE
         return "was not refused" if case.kind in kinds else ""
     if case.op in (*strange.COLLECTIVES, "_all_reduce", "_one_shot_all_reduce", "_reduce_scatter"):
         return ""
@@ -230,7 +230,7 @@ def fault(case: Given, outcomes: list[Outcome]) -> str:
     if not by_torch and not any(name in first.text for name in ("symm_mem", *OPS)):
         return "the error does not name the op"
     named = re.search(r": \w+(\[\d\])? (of shape .* bytes of storage|is |has )", first.text)
-    if case.kind in strange.WITHOUT_STORAGE and case.op in strange.RAW and named is None:
+    if case.kind in strange_kinds.WITHOUT_STORAGE and case.op in strange.RAW and named is None:
         return "the error does not name the argument"
     return ""
 

@@ -26,7 +26,6 @@ from tests.ops import (
     test_attention,
     test_attention_options,
     test_convolution,
-    test_delta_rule,
     test_exchange_heads,
     test_experts,
     test_gradients,
@@ -34,6 +33,7 @@ from tests.ops import (
     test_halo,
     test_head_projection,
     test_random,
+    test_recurrence,
     test_round_trips,
     test_scan,
     test_uneven,
@@ -93,17 +93,14 @@ def recurrent(group: dist.ProcessGroup) -> None:
     sizes = [3, 1, 6, 2][: group.size()]
     test_halo.exchanges(group, sizes, [torch.float32])
     test_scan.scans(group, [torch.float64])
-    for by_feature in (False, True):
-        test_delta_rule.runs(group, sizes, by_feature=by_feature)
-    test_delta_rule.runs(group, sizes, by_feature=False, erasing=False)
-    test_convolution.runs(group, sizes, [0, 2, sum(sizes)])
+    for rule in ("delta", "delta, by feature", "linear"):
+        test_recurrence.runs(group, rule, "any sizes", "whole")
+    test_convolution.runs(group, "any sizes", "packed")
 
 
 def uneven_parts(group: dist.ProcessGroup) -> None:
     test_uneven.gathers(group, torch.float32)
     test_uneven.scatters(group, torch.float32)
-    test_uneven.scaled(group)
-    test_uneven.collective_gradients(group)
 
 
 @HOSTS

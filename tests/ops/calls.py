@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,3 +134,19 @@ def trained(call: Call, inputs: Tensors | None = None) -> tuple[Tensors, Tensors
     outputs = call.run(*given)
     loss: Any = sum(out.square().sum() for out in outputs)
     return [out.detach() for out in outputs], list(torch.autograd.grad(loss, given))
+
+
+def python_calls(run: Callable[[], object]) -> list[str]:
+    """The functions of this project that run in a call."""
+    seen: list[str] = []
+
+    def on_call(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "symm_cp" in frame.f_code.co_filename:
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(on_call)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen

@@ -4,159 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from symm_cp import set_rotate_method, tuning
-from symm_cp.cuda import has_streams
+from symm_cp import set_rotate_method
 from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
-from tests.attention_reference import Problem, check
+from tests.attention_reference import Problem
 from tests.exhaustive import some
+from tests.ops.attention_cases import OP, Case, run_all
+from tests.ops.attention_cases import run as run
 
 pytestmark = device.devices(*device.NAMES)
 
-OP = torch.ops.symm_mem.fused_all_gather_attention
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: SequenceLayout
-    batch: int = 1
-    heads: int = 2
-    kv_heads: int = 2
-    features: int = 32
-    dtype: torch.dtype = torch.float32
-    causal: bool = False
-    left: int | None = None
-    right: int | None = None
-    documents: tuple[int, ...] | None = None
-    queries: int | None = None  # per rank, if they are not of the keys' sequence
-    scale: float | None = None
-    with_lse: bool = False
-    rotate: str = "allgather"
-    strided: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def visible(self, queries: int) -> torch.Tensor:
-        offset = torch.arange(self.layout.length) - torch.arange(queries).unsqueeze(1)
-        mask = torch.ones_like(offset, dtype=torch.bool)
-        if self.causal:
-            mask &= offset <= 0
-        if self.left is not None:
-            mask &= offset >= -self.left
-        if self.right is not None:
-            mask &= offset <= self.right
-        if self.documents is not None:
-            edges = torch.tensor(self.documents)
-            number = torch.bucketize(torch.arange(self.layout.length), edges, right=True)
-            mask &= number.unsqueeze(1) == number
-        return mask
-
-    def arguments(self) -> dict[str, Any]:
-        edges: dict[str, Any] = {}
-        if self.documents is not None:
-            as_ints = len(self.documents) % 2 == 0
-            edges = {"document_edges": list(self.documents)}
-            edges = edges if as_ints else {"cu_seqlens": torch.tensor(self.documents)}
-        return {
-            "is_causal": self.causal,
-            "scale": self.scale,
-            "enable_gqa": self.heads != self.kv_heads,
-            "chunk_order": list(self.layout.chunk_order),
-            "chunk_lengths": list(self.layout.chunk_lengths),
-            **edges,
-            "window_left": self.left,
-            "window_right": self.right,
-            **self.options,
-        }
-
-
-def strided(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in another memory layout."""
-    if how == "rows first":
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    if how == "features apart":
-        return tensor.repeat_interleave(2, -1)[..., ::2]
-    return tensor.clone()
-
-
-def results_of(
-    call: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-    inputs: list[torch.Tensor],
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """The results of a call, and the gradients of query, key and value."""
-    out, lse = call()
-    outputs, grads = [out], [grad_out]
-    if grad_lse is not None:
-        outputs.append(lse)
-        grads.append(grad_lse.to(lse.dtype))
-    found = torch.autograd.grad(outputs, inputs, grads)
-    return dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
-
-
-def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
-    generator = torch.Generator(device.name()).manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    W, rank, length = group.size(), group.rank(), case.layout.length
-    queries = length if case.queries is None else case.queries * W
-    q = draw(case.batch, case.heads, queries, case.features)
-    k, v = (draw(case.batch, case.kv_heads, length, case.features) for _ in range(2))
-    grad_out = draw(*q.shape)
-    grad_lse = draw(*q.shape[:3]) if case.with_lse else None
-    q, k, v, grad_out = (t.to(case.dtype).double() for t in (q, k, v, grad_out))
-    problem = Problem(q, k, v, case.visible(queries), grad_out, grad_lse, case.scale)
-    exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
-
-    keys = torch.tensor(list(case.layout.positions(rank)), dtype=torch.int64)
-    rows = keys if case.queries is None else torch.arange(queries).chunk(W)[rank]
-    inputs = [
-        strided(t[:, :, at].to(case.dtype), case.strided).requires_grad_()
-        for t, at in ((q, rows), (k, keys), (v, keys))
-    ]
-    sent = grad_out[:, :, rows].to(case.dtype)
-    sent_lse = None if grad_lse is None else grad_lse[:, :, rows]
-    call = partial(OP, *inputs, group.group_name, **case.arguments())
-    set_rotate_method(case.rotate)
-    try:
-        results = results_of(call, inputs, sent, sent_lse)
-        # Few tokens are gathered at once on CPU.
-        for algorithm in ("pipeline", "together")[: 2 if has_streams(inputs[0].device) else 1]:
-            with tuning.forced(algorithm):
-                forced = results_of(call, inputs, sent, sent_lse)
-            results |= {f"{algorithm} {name}": result for name, result in forced.items()}
-    finally:
-        set_rotate_method("allgather")
-    assert results["lse"].dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    sizes = problem.terms()
-    for which, result in results.items():
-        name = which.rpartition(" ")[2]
-        at = rows if name in ("out", "lse", "q") else keys
-        # The log-sum-exp is computed from float32 products even if inputs have 16 bits.
-        dtype = result.dtype
-        size = sizes.get(name, 1.0)
-        check(f"{which} of {case}", result, exact[name], dense[name], at, dtype, size=size)
-
-
-def run_all(group: dist.ProcessGroup, cases: list[Case], seed: int) -> None:
-    for number, case in enumerate(cases):
-        run(group, case, seed + number)
 
 
 def masks(layout: SequenceLayout) -> list[dict[str, Any]]:
@@ -192,10 +59,15 @@ def layouts(world_size: int) -> list[SequenceLayout]:
 @WORLD_SIZES
 def test_masks_and_layouts(ranks: Ranks, world_size: int) -> None:
     cases = [
-        Case(layout, dtype=torch.float64, rotate=rotate, with_lse=number % 2 == 1, **mask)
+        Case(
+            layout,
+            dtype=torch.float64,
+            rotate=("allgather", "alltoall")[(number + turn) % 2],
+            with_lse=number % 2 == 1,
+            **mask,
+        )
         for number, layout in enumerate(layouts(world_size))
-        for mask in masks(layout)
-        for rotate in ("allgather", "alltoall")
+        for turn, mask in enumerate(masks(layout))
     ]
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
@@ -208,7 +80,17 @@ def test_masks_and_layouts(ranks: Ranks, world_size: int) -> None:
 def test_dtypes_heads_and_features(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
     layout = head_tail(64 * world_size, world_size)
     cases = [
-        Case(layout, batch, heads, kv_heads, features, dtype, causal, scale=scale, with_lse=lse)
+        Case(
+            layout,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            features=features,
+            dtype=dtype,
+            causal=causal,
+            scale=scale,
+            with_lse=lse,
+        )
         for batch, heads, kv_heads, features, causal, scale, lse in (
             (1, 2, 2, 64, False, None, False),
             (3, 4, 2, 32, True, None, False),
@@ -248,31 +130,6 @@ def test_long_enough_for_many_blocks(ranks: Ranks, world_size: int) -> None:
         Case(layout, causal=True, documents=edges, features=16, dtype=torch.bfloat16),
     ]
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_any_layout(ranks: Ranks, data: st.DataObject) -> None:
-    world_size = data.draw(st.integers(1, 4))
-    chunks = world_size * data.draw(st.integers(1, 3))
-    lengths = data.draw(st.lists(st.integers(0, 11), min_size=chunks, max_size=chunks))
-    layout = SequenceLayout(
-        world_size, tuple(data.draw(st.permutations(range(chunks)))), tuple(lengths)
-    )
-    kv_heads = data.draw(st.integers(1, 2))
-    case = Case(
-        layout,
-        batch=data.draw(st.integers(1, 2)),
-        heads=kv_heads * data.draw(st.integers(1, 3)),
-        kv_heads=kv_heads,
-        features=data.draw(st.integers(1, 40)),
-        dtype=data.draw(st.sampled_from(DTYPES)),
-        causal=data.draw(st.booleans()),
-        left=data.draw(st.none() | st.integers(0, 9)),
-        rotate=data.draw(st.sampled_from(["allgather", "alltoall"])),
-        with_lse=data.draw(st.booleans()),
-    )
-    ranks.run(world_size, run, case, data.draw(st.integers(0, 1 << 20)))
 
 
 def bits(group: dist.ProcessGroup, seed: int) -> None:
@@ -334,29 +191,6 @@ def test_errors_in_16_bits_do_not_grow_with_the_number_of_ranks(ranks: Ranks) ->
     for world_size in (2, 4):
         for alone, spread in zip(errors[1], errors[world_size], strict=True):
             assert spread <= 1.3 * alone, errors
-
-
-def some_gradients(group: dist.ProcessGroup) -> None:
-    W, name = group.size(), group.group_name
-    given = [torch.randn(1, 2, 6, 8) for _ in range(3)]
-    full = [t.clone().requires_grad_() for t in given]
-    out, lse = OP(*full, name)
-    expected = torch.autograd.grad(out.sum(), full)
-    for wanted in range(3):
-        inputs = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(given)]
-        (grad,) = torch.autograd.grad(OP(*inputs, name)[0].sum(), [inputs[wanted]])
-        assert torch.equal(grad, expected[wanted])
-    with torch.no_grad():
-        assert not OP(*full, name)[0].requires_grad
-    only_lse = torch.autograd.grad(OP(*full, name)[1].sum(), full, materialize_grads=True)
-    assert float(only_lse[2].abs().max()) == 0.0
-    assert lse.shape == (1, 2, 6)
-    assert group.size() == W
-
-
-@WORLD_SIZES
-def test_gradients_of_some_inputs_and_of_some_outputs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, some_gradients)
 
 
 def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:

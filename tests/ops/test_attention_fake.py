@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from symm_cp.schedule import head_tail_order
 from symm_cp.testing import Ranks
-from tests.exhaustive import exhaustive, pairs, some
+from tests.exhaustive import exhaustive, pairs
 
 OPS = torch.ops.symm_mem
-TRAINED = ("sinks", "bias")
 
 
 def options(world_size: int) -> list[dict[str, Any]]:
@@ -41,39 +40,6 @@ def options(world_size: int) -> list[dict[str, Any]]:
             "is_causal": True,
         },
     ]
-
-
-def passes_opcheck(group: dist.ProcessGroup) -> None:
-    name = group.group_name
-    for number, chosen in enumerate(options(group.size())):
-        # Without gradients options make no difference but one: whether they have any.
-        for grad in (False, True) if number in (0, 5) else (True,):
-            q, k, v = (torch.randn(2, 4, 8, 6, requires_grad=grad) for _ in range(3))
-            torch.library.opcheck(OPS.fused_all_gather_attention.default, (q, k, v, name), chosen)
-            if grad and not chosen.keys().isdisjoint(TRAINED):
-                wanted = {name: t.requires_grad_() for name, t in chosen.items() if name in TRAINED}
-                narrow = v.detach()[..., :3].requires_grad_()
-                op = OPS.fused_all_gather_attention.default
-                torch.library.opcheck(op, (q, k, narrow, name), {**chosen, **wanted})
-        chosen = {
-            name: o.detach() if isinstance(o, torch.Tensor) else o for name, o in chosen.items()
-        }
-        out, lse = OPS.fused_all_gather_attention(
-            q.detach(), k.detach(), v.detach(), name, **chosen
-        )
-        given = [t.detach() for t in (torch.randn_like(out), q, k, v, out, lse)]
-        op = OPS.fused_all_gather_attention_backward.default
-        torch.library.opcheck(op, (*given, name), chosen)
-        torch.library.opcheck(op, (*given, name), {**chosen, "grad_logsumexp": lse.sin()})
-        if "bias" in chosen:
-            unwanted = {**chosen, "sinks_grad": False, "bias_grad": False}
-            torch.library.opcheck(op, (*given, name), unwanted)
-
-
-@pytest.mark.parametrize("world_size", some(1, of=[1, 2]))
-@pytest.mark.exhaustive
-def test_opcheck(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, passes_opcheck)
 
 
 def options_of(length: int, world_size: int) -> list[dict[str, Any]]:

@@ -4,109 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.ops.attention import masks as module
-from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
+from symm_cp.ops.attention.masks import documents_of, keys_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule import CAUSAL, NO_MASK, Mask, SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests.allocations import allocated
-from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
+from tests.ops.attention_cases import OP, Case, layouts, run_all
 
-OP = torch.ops.symm_mem.fused_all_gather_attention
-HEADS, FEATURES = 2, 16
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: SequenceLayout
-    batch: int
-    document_ids: torch.Tensor | None = None  # (B or 1, S)
-    key_mask: torch.Tensor | None = None  # (B or 1, S)
-    options: dict[str, Any] = field(default_factory=dict)
-    queries: int | None = None  # per rank, if they are of another sequence
-    dtype: torch.dtype = torch.float64
-    with_lse: bool = False
-
-    def visible(self, queries: int) -> torch.Tensor:
-        """(B, 1, S, S_k)."""
-        offset = torch.arange(self.layout.length) - torch.arange(queries).unsqueeze(1)
-        seen = torch.ones(self.batch, 1, *offset.shape, dtype=torch.bool)
-        if self.options.get("is_causal"):
-            seen &= offset <= 0
-        if "window_left" in self.options:
-            seen &= offset >= -self.options["window_left"]
-        if "window_right" in self.options:
-            seen &= offset <= self.options["window_right"]
-        if "prefix_lengths" in self.options:
-            prefixes = self.options["prefix_lengths"].view(-1, 1, 1, 1)
-            seen = seen | (torch.arange(self.layout.length) < prefixes)
-        if "cu_seqlens" in self.options:
-            number = torch.bucketize(
-                torch.arange(self.layout.length), self.options["cu_seqlens"], right=True
-            )
-            seen &= number.unsqueeze(1) == number
-        if self.document_ids is not None:
-            ids = self.document_ids
-            seen &= (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
-        if self.key_mask is not None:
-            seen &= self.key_mask[:, None, None]
-        return seen
-
-
-def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(case.dtype).double()
-
-    W, rank, length = group.size(), group.rank(), case.layout.length
-    queries = length if case.queries is None else case.queries * W
-    q = draw(case.batch, HEADS, queries, FEATURES)
-    k, v = (draw(case.batch, HEADS, length, FEATURES) for _ in range(2))
-    grad_out = draw(*q.shape)
-    grad_lse = draw(*q.shape[:3]) if case.with_lse else None
-    problem = Problem(q, k, v, case.visible(queries), grad_out, grad_lse)
-    exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
-    keys = torch.tensor(list(case.layout.positions(rank)), dtype=torch.int64)
-    rows = keys if case.queries is None else torch.arange(queries).chunk(W)[rank]
-    inputs = [
-        t[:, :, at].to(case.dtype).requires_grad_() for t, at in ((q, rows), (k, keys), (v, keys))
-    ]
-    out, lse = OP(
-        *inputs,
-        group.group_name,
-        chunk_order=list(case.layout.chunk_order),
-        chunk_lengths=list(case.layout.chunk_lengths),
-        document_ids=case.document_ids,
-        key_mask=case.key_mask,
-        **case.options,
-    )
-    outputs, grads = [out], [grad_out[:, :, rows].to(case.dtype)]
-    if grad_lse is not None:
-        outputs.append(lse)
-        grads.append(grad_lse[:, :, rows].to(lse.dtype))
-    found = torch.autograd.grad(outputs, inputs, grads)
-    results = dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
-    for name, result in results.items():
-        at = rows if name in ("out", "lse", "q") else keys
-        check(f"{name} of {case}", result, exact[name], dense[name], at, result.dtype)
-
-
-def run_all(group: dist.ProcessGroup, cases: list[Case], gap: int, seed: int) -> None:
-    before, module.SHORT_GAP = module.SHORT_GAP, gap
-    try:
-        for number, case in enumerate(cases):
-            run(group, case, seed + number)
-    finally:
-        module.SHORT_GAP = before
+HEADS = 2
 
 
 def packed(batch: int, length: int) -> torch.Tensor:
@@ -129,18 +42,9 @@ def padded(batch: int, length: int, side: str) -> torch.Tensor:
     return position < shown if side == "right" else position >= length - shown
 
 
-def layouts(world_size: int) -> list[SequenceLayout]:
-    """Even and uneven layouts, one in random order, and one with ranks without keys."""
-    order = list(range(3 * world_size))
-    random.shuffle(order)
-    lengths = [random.choice([0, 5, 9]) for _ in order]
-    lonely = SequenceLayout(world_size, tuple(range(world_size)), (0,) * (world_size - 1) + (17,))
-    return [
-        sequential(12 * world_size, world_size),
-        head_tail(12 * world_size + 5, world_size),
-        SequenceLayout(world_size, tuple(order), (*lengths[:-1], 7)),
-        lonely,
-    ]
+def every_layout(world_size: int) -> list[SequenceLayout]:
+    even = sequential(12 * world_size, world_size)
+    return [even, head_tail(12 * world_size + 5, world_size), *layouts(world_size)]
 
 
 def cases_of(layout: SequenceLayout) -> list[Case]:
@@ -150,52 +54,57 @@ def cases_of(layout: SequenceLayout) -> list[Case]:
     holes[0] = holes[1, 0] = holes[1, -1] = True  # samples with and without gaps share tiles
     holes[-1] = False  # a sample without a key
     chunks = torch.arange(length).div(7, rounding_mode="floor").unsqueeze(0)  # Llama 4's
-    causal, window = {"is_causal": True}, {"is_causal": True, "window_left": 5}
-    edges = torch.tensor([0, length // 3, length])
     prefixes = torch.randint(0, length + 1, (batch,))
     prefixes[0] = 0
-    prefixed = {"prefix_lengths": prefixes}
-    return [
-        Case(layout, batch, packed(batch, length)),
-        Case(layout, batch, packed(batch, length), options=causal, with_lse=True),
-        Case(layout, batch, packed(batch, length), options=window),
-        Case(layout, batch, chunks, options=causal),
-        Case(layout, batch, packed(1, length), options={"cu_seqlens": edges, "window_right": 2}),
-        Case(layout, batch, None, padded(batch, length, "right"), options=causal),
-        Case(layout, batch, None, padded(batch, length, "left"), options=causal, with_lse=True),
-        Case(layout, batch, None, padded(1, length, "left"), options=window),
-        Case(layout, batch, packed(batch, length), padded(batch, length, "right"), causal),
-        Case(layout, batch, None, holes),
-        Case(layout, batch, None, holes, options=causal, with_lse=True),
-        Case(layout, batch, chunks, holes, options=window),
-        Case(layout, batch, packed(batch, length), holes[1:2], options={"window_left": 3}),
-        Case(layout, batch, options=causal | prefixed, with_lse=True),
-        Case(layout, batch, options=window | {"prefix_lengths": prefixes[1:2].int()}),
-        Case(layout, batch, options={"window_left": 2, "window_right": 1, **prefixed}),
-        Case(layout, batch, None, holes, options=causal | prefixed),
-        Case(layout, batch, None, padded(batch, length, "left"), options=window | prefixed),
+    causal, window = {"causal": True}, {"causal": True, "left": 5}
+    left, right = ({"key_mask": padded(batch, length, side)} for side in ("left", "right"))
+    prefixed, hidden = {"prefixes": prefixes}, {"key_mask": holes}
+
+    def ids(rows: int = batch) -> dict[str, Any]:
+        return {"document_ids": packed(rows, length)}
+
+    some_masks: list[dict[str, Any]] = [
+        ids(),
+        {**ids(), **causal, "with_lse": True},
+        {**ids(), **window},
+        {"document_ids": chunks, **causal},
+        {**ids(1), "documents": (0, length // 3, length), "right": 2},
+        {**right, **causal},
+        {**left, **causal, "with_lse": True},
+        {"key_mask": padded(1, length, "left"), **window},
+        {**ids(), **right, **causal},
+        hidden,
+        {**hidden, **causal, "with_lse": True},
+        {"document_ids": chunks, **hidden, **window},
+        {**ids(), "key_mask": holes[1:2], "left": 3},
+        {**causal, **prefixed, "with_lse": True},
+        {**window, "prefixes": prefixes[1:2].int()},
+        {"left": 2, "right": 1, **prefixed},
+        {**hidden, **causal, **prefixed},
+        {**left, **window, **prefixed},
     ]
+    return [Case(layout, batch=batch, dtype=torch.float64, **mask) for mask in some_masks]
 
 
 @pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
 @pytest.mark.exhaustive
 def test_masks_of_each_sample(ranks: Ranks, world_size: int) -> None:
-    cases = [case for layout in layouts(world_size) for case in cases_of(layout)]
+    cases = [case for layout in every_layout(world_size) for case in cases_of(layout)]
     # Gaps of two keys and more are cut out of tiles, like long gaps of real sequences.
-    for gap in (2, SHORT_GAP):
-        some_cases = random.sample(cases, 12) if gap == 2 else cases
-        ranks.run(world_size, run_all, some_cases, gap, int(torch.randint(1 << 30, ())))
+    cases += [replace(case, gap=2) for case in random.sample(cases, 12)]
+    ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
 @pytest.mark.parametrize("world_size", some(2, 4, of=[1, 2, 3, 4]))
 def test_queries_of_another_sequence_see_unpadded_keys(ranks: Ranks, world_size: int) -> None:
     cases = []
-    for layout in layouts(world_size):
+    for layout in every_layout(world_size):
         length = layout.length
         holes = torch.rand(3, length) < 0.5
         for mask in (padded(3, length, "right"), padded(1, length, "left"), holes):
-            cases.append(Case(layout, 3, key_mask=mask, queries=random.choice([1, 5, 40])))
-    ranks.run(world_size, run_all, cases, SHORT_GAP, int(torch.randint(1 << 30, ())))
+            queries = random.choice([1, 5, 40])
+            cases.append(Case(layout, queries, 3, key_mask=mask, dtype=torch.float64))
+    ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
 @pytest.mark.parametrize(
@@ -214,15 +123,15 @@ def test_dtypes_in_longer_sequences(ranks: Ranks, world_size: int, dtype: torch.
     mask = torch.ones(2, 700, dtype=torch.bool)
     mask[0, 20:100], mask[0, 200:420], mask[1, 690:], mask[1, ::3] = False, False, False, False
     cases = [
-        Case(layout, 2, ids, mask, options, dtype=dtype)
-        for options in ({}, {"is_causal": True}, {"is_causal": True, "window_left": 99})
+        Case(layout, batch=2, document_ids=ids, key_mask=mask, dtype=dtype, **options)
+        for options in ({}, {"causal": True}, {"causal": True, "left": 99})
     ]
-    ranks.run(world_size, run_all, cases, SHORT_GAP, int(torch.randint(1 << 30, ())))
+    ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
 def refused(group: dist.ProcessGroup) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
-    q = torch.randn(2, HEADS, 6, FEATURES)
+    q = torch.randn(2, HEADS, 6, 16)
     ids = torch.zeros(2, 6 * W, dtype=torch.int64)
     torn = ids.clone()
     torn[1, 2:4] = 5
@@ -248,7 +157,7 @@ def refused(group: dist.ProcessGroup) -> None:
     for options, kind, message in wrong:
         with pytest.raises(kind, match=f"^fused_all_gather_attention: {message}"):
             OP(q, q, q, name, **options)
-    longer = torch.randn(2, HEADS, 7, FEATURES)
+    longer = torch.randn(2, HEADS, 7, 16)
     with pytest.raises(ValueError, match="document_ids requires equal lengths"):
         OP(longer, q, q, name, document_ids=torn.sort(1).values)
     if W > 1:
@@ -272,8 +181,10 @@ def test_an_empty_batch_has_masks_too(ranks: Ranks) -> None:
     layout = sequential(10, 2)
     ids, mask = torch.zeros(1, 10, dtype=torch.int64), torch.ones(1, 10, dtype=torch.bool)
     mask[0, 3] = False
-    cases = [Case(layout, 0, ids[:n], mask[:n], {"is_causal": True}) for n in (0, 1)]
-    ranks.run(2, run_all, cases, SHORT_GAP, 0)
+    cases = [
+        Case(layout, batch=0, document_ids=ids[:n], key_mask=mask[:n], causal=True) for n in (0, 1)
+    ]
+    ranks.run(2, run_all, cases, 0)
 
 
 def peak_of_masks(group: dist.ProcessGroup, length: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,156 +16,12 @@ from symm_cp.ops.attention import philox
 from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
-from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
+from tests.ops.attention_cases import OP, Case, layouts, positions, run_all
 
-OP = torch.ops.symm_mem.fused_all_gather_attention
 BACKWARD = torch.ops.symm_mem.fused_all_gather_attention_backward
 ON_DEVICES = device.devices(*device.NAMES)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: SequenceLayout
-    queries: SequenceLayout | None = None  # if of another sequence, or spread differently
-    batch: int = 2
-    heads: int = 2
-    kv_heads: int = 2
-    features: int = 8
-    value_features: int = 8
-    dtype: torch.dtype = torch.float64
-    causal: bool = False
-    left: int | None = None
-    padded: bool = False
-    softcap: float | None = None
-    sinks: bool = False
-    bias: bool = False
-    dropout_p: float = 0.0
-    with_lse: bool = False
-    scale: float | None = None
-    rotate: str = "allgather"
-
-    @property
-    def of_queries(self) -> SequenceLayout:
-        return self.layout if self.queries is None else self.queries
-
-    def visible(self, key_mask: torch.Tensor | None) -> torch.Tensor:
-        queries, keys = self.of_queries.length, self.layout.length
-        offset = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
-        mask = torch.ones(self.batch, 1, queries, keys, dtype=torch.bool)
-        if self.causal:
-            mask &= offset <= 0
-        if self.left is not None:
-            mask &= offset >= -self.left
-        return mask if key_mask is None else mask & key_mask[:, None, None]
-
-    def arguments(self) -> dict[str, Any]:
-        queries = {}
-        if self.queries is not None:
-            queries = {
-                "query_chunk_order": list(self.queries.chunk_order),
-                "query_chunk_lengths": list(self.queries.chunk_lengths),
-            }
-        return {
-            "is_causal": self.causal,
-            "window_left": self.left,
-            "scale": self.scale,
-            "enable_gqa": self.heads != self.kv_heads,
-            "chunk_order": list(self.layout.chunk_order),
-            "chunk_lengths": list(self.layout.chunk_lengths),
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-            **queries,
-        }
-
-
-def positions(layout: SequenceLayout, rank: int) -> torch.Tensor:
-    return torch.tensor(list(layout.positions(rank)), dtype=torch.int64)
-
-
-def kept(case: Case, seed: int) -> torch.Tensor | None:
-    """Which weights dropout keeps, by torch's ops."""
-    if not case.dropout_p:
-        return None
-    sizes = (case.batch, case.heads, case.of_queries.length, case.layout.length)
-    return philox.kept(*map(torch.arange, sizes), p=case.dropout_p, seed=seed)  # type: ignore[arg-type]
-
-
-def run(group: dist.ProcessGroup, case: Case, seed: int, **method: Any) -> None:
-    """Checks a case; `method` are the options of a method."""
-    generator = torch.Generator(device.name()).manual_seed(seed)
-
-    def draw(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).double()
-
-    S, keys, rank = case.of_queries.length, case.layout.length, group.rank()
-    q = draw(case.batch, case.heads, S, case.features)
-    k = draw(case.batch, case.kv_heads, keys, case.features)
-    v = draw(case.batch, case.kv_heads, keys, case.value_features)
-    grad_out = draw(case.batch, case.heads, S, case.value_features)
-    grad_lse = draw(*q.shape[:3]) if case.with_lse else None
-    # Those of 16-bit models are often kept in float32.
-    wide = random.Random(seed).choice([case.dtype, torch.promote_types(case.dtype, torch.float32)])
-    options: dict[str, torch.Tensor] = {}
-    if case.sinks:
-        options["sinks"] = draw(case.heads, dtype=wide)
-        options["sinks"][0] = -torch.inf if seed % 4 == 0 else 3.0
-    if case.bias:
-        options["bias"] = draw(case.heads, max(0, S + keys - 1), dtype=wide)
-    key_mask = None
-    if case.padded:
-        key_mask = torch.rand(case.batch, keys, generator=generator) < 0.7
-        key_mask[0] = False  # a sample without a key
-    problem = Problem(
-        q, k, v, case.visible(key_mask), grad_out, grad_lse, case.scale, case.softcap,
-        options.get("sinks"), options.get("bias"), kept(case, seed), case.dropout_p,
-    )  # fmt: skip
-    exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
-
-    at = {"k": positions(case.layout, rank), "v": positions(case.layout, rank)}
-    at["q"] = at["out"] = at["lse"] = positions(case.of_queries, rank)
-    inputs = {
-        name: t[:, :, at[name]].to(case.dtype).requires_grad_()
-        for name, t in (("q", q), ("k", k), ("v", v))
-    }
-    inputs |= {name: t.to(wide).requires_grad_() for name, t in options.items()}
-    set_rotate_method(case.rotate)
-    try:
-        q, k, v, *_ = inputs.values()
-        out, lse = OP(
-            q, k, v, group.group_name, **case.arguments(), **method, key_mask=key_mask,
-            dropout_seed=torch.tensor([seed], device="cpu"),
-            **{name: inputs[name] for name in options},
-        )  # fmt: skip
-        outputs, grads = [out], [grad_out[:, :, at["q"]].to(case.dtype)]
-        if grad_lse is not None:
-            outputs.append(lse)
-            grads.append(grad_lse[:, :, at["q"]].to(lse.dtype))
-        found = torch.autograd.grad(outputs, list(inputs.values()), grads)
-    finally:
-        set_rotate_method("allgather")
-    results = {"out": out, "lse": lse, **dict(zip(inputs, found, strict=True))}
-    sizes = problem.terms()
-    for name, result in results.items():
-        text = f"{name} of {case}, seed {seed}"
-        if name not in options:
-            given = [result, exact[name], dense[name]]
-            size = sizes.get(name, 1.0)
-            check(text, *given, at[name], result.dtype, dropped=case.dropout_p, size=size)
-            continue
-        assert result.dtype == wide, text
-        dist.all_reduce(result, group=group)  # each rank has its part
-        given = [t.reshape(1, 1, -1) for t in (result, exact[name], dense[name])]
-        terms = case.batch * S * (case.features + case.value_features)
-        entries = torch.arange(given[0].shape[2])
-        size = max(sizes.values(), default=1.0)
-        check(text, *given, entries, case.dtype, terms, dropped=case.dropout_p, size=size)
-
-
-def run_all(group: dist.ProcessGroup, cases: list[Case], seed: int, **method: Any) -> None:
-    for number, case in enumerate(cases):
-        run(group, case, seed + number, **method)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -179,31 +34,38 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def layouts(world_size: int) -> list[SequenceLayout]:
-    """An even layout, an uneven one in random order, and one with ranks without keys."""
-    order = list(range(3 * world_size))
-    random.shuffle(order)
-    lengths = [(5, 0, 9)[i % 3] for i in order]
-    lonely = SequenceLayout(world_size, tuple(range(world_size)), (0,) * (world_size - 1) + (17,))
-    return [
-        head_tail(12 * world_size + 3, world_size),
-        SequenceLayout(world_size, tuple(order), tuple(lengths)),
-        lonely,
-    ]
-
-
 MASKS: list[dict[str, Any]] = [
     {"with_lse": True},
     {"causal": True, "kv_heads": 1, "rotate": "alltoall"},
     {"causal": True, "left": 4, "with_lse": True},
     {"padded": True, "causal": True},
+    {"prefixed": True, "causal": True},
 ]
+
+
+def made(
+    layout: SequenceLayout,
+    queries: SequenceLayout | None = None,
+    *,
+    padded: bool = False,
+    prefixed: bool = False,
+    **options: Any,
+) -> Case:
+    """A case with a sample that has no key, if padded, and with one that has no prefix."""
+    chosen: dict[str, Any] = {"batch": 2, "features": 8, "dtype": torch.float64, **options}
+    if padded:
+        chosen["key_mask"] = torch.rand(chosen["batch"], layout.length) < 0.7
+        chosen["key_mask"][0] = False
+    if prefixed:
+        chosen["prefixes"] = torch.randint(layout.length + 1, (chosen["batch"],))
+        chosen["prefixes"][0] = 0
+    return Case(layout, queries, **chosen)
 
 
 def each(world_size: int) -> list[Case]:
     return [
-        Case(layout, **{**mask, **option})
-        for layout in layouts(world_size)
+        made(layout, **{**mask, **option})
+        for layout in (head_tail(12 * world_size + 3, world_size), *layouts(world_size))
         for option in OPTIONS
         for mask in MASKS
     ]
@@ -223,7 +85,7 @@ def test_each_option_with_each_mask(ranks: Ranks, world_size: int) -> None:
 def combined(layout: SequenceLayout, chosen: random.Random) -> Case:
     """A random combination of options."""
     pick, kv_heads = chosen.choice, chosen.choice([1, 2])
-    return Case(
+    return made(
         layout,
         batch=pick([1, 3]),
         heads=kv_heads * pick([1, 2, 3]),
@@ -260,7 +122,7 @@ def test_many_rows(ranks: Ranks, world_size: int) -> None:
     """Enough rows and keys for several blocks of the kernels, and tiles with bands."""
     layout = head_tail(300 * world_size + 1, world_size)
     cases = [
-        Case(layout, batch=1, dtype=dtype, causal=True, features=16, value_features=24, **more)
+        made(layout, batch=1, dtype=dtype, causal=True, features=16, value_features=24, **more)
         for dtype, more in itertools.product(
             (torch.float32, torch.bfloat16),
             (
@@ -279,16 +141,16 @@ def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
     keys, uneven = head_tail(11 * W + 2, W), sequential(7 * W + 1, W)
     same = sequential(11 * W + 2, W)  # the keys' sequence, spread differently
     cases = [
-        Case(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0),
-        Case(keys, uneven, bias=True, padded=True, with_lse=True),
-        Case(keys, uneven, dropout_p=0.5, value_features=3),
-        Case(keys, uneven, causal=True, left=5),
-        Case(keys, same, causal=True, bias=True),
-        Case(keys, same, causal=True),
-        Case(same, keys, left=3, dropout_p=0.3),
-        Case(keys, same, padded=True),
-        Case(sequential(0, W), uneven, sinks=True, with_lse=True),
-        Case(sequential(0, W), uneven, bias=True, value_features=3),
+        made(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0),
+        made(keys, uneven, bias=True, padded=True, with_lse=True),
+        made(keys, uneven, dropout_p=0.5, value_features=3),
+        made(keys, uneven, causal=True, left=5),
+        made(keys, same, causal=True, bias=True),
+        made(keys, same, causal=True),
+        made(same, keys, left=3, dropout_p=0.3),
+        made(keys, same, padded=True),
+        made(sequential(0, W), uneven, sinks=True, with_lse=True),
+        made(sequential(0, W), uneven, bias=True, value_features=3),
     ]
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
@@ -409,102 +271,3 @@ def only_sinks(group: dist.ProcessGroup) -> None:
 
 def test_rows_that_see_only_a_sink(ranks: Ranks) -> None:
     ranks.run(2, only_sinks)
-
-
-def differentiates(group: dist.ProcessGroup, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
-
-    inputs = [draw(1, 2, 5, 3), draw(1, 1, 5, 3), draw(1, 1, 5, 2), draw(2), draw(2, 9)]
-    options = {"softcap": 1.2, "dropout_p": 0.3, "dropout_seed": torch.tensor([seed])}
-
-    def attend(*args: torch.Tensor) -> Any:
-        q, k, v, sinks, bias = args
-        name = group.group_name
-        return OP(q, k, v, name, sinks=sinks, bias=bias, is_causal=True, enable_gqa=True, **options)
-
-    assert torch.autograd.gradcheck(attend, inputs)
-    # Gradients of some inputs through some outputs.
-    for wanted in (3, 4):
-        given = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
-        lse = attend(*given)[1]
-        expected = torch.autograd.grad(attend(*inputs)[1].sum(), [inputs[wanted]])
-        assert torch.equal(torch.autograd.grad(lse.sum(), [given[wanted]])[0], expected[0])
-        assert not attend(*(t.detach() for t in inputs))[0].requires_grad
-
-
-def test_gradients_are_those_of_finite_differences(ranks: Ranks) -> None:
-    ranks.run(1, differentiates, int(torch.randint(1 << 30, ())))
-
-
-def all_options(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    S, W = 6, group.size()
-    inputs = [torch.randn(2, 2, S, 4), torch.randn(2, 2, S, 4), torch.randn(2, 2, S, 3)]
-    inputs += [torch.randn(2), torch.randn(2, 2 * S * W - 1)]
-    ids = torch.arange(S * W).expand(2, -1) // 4
-    options = {
-        "softcap": 1.5,
-        "dropout_p": 0.25,
-        "dropout_seed": torch.tensor([3]),
-        "document_ids": ids,
-        "key_mask": ids != 1,
-        "is_causal": True,
-        "chunk_lengths": [S] * W,
-        "query_chunk_lengths": [S] * W,
-    }
-    return [t.requires_grad_() for t in inputs], options
-
-
-def modes(group: dist.ProcessGroup) -> None:
-    inputs, options = all_options(group)
-
-    def attend(*args: torch.Tensor) -> torch.Tensor:
-        q, k, v, sinks, bias = args
-        out, lse = OP(q, k, v, group.group_name, sinks=sinks, bias=bias, **options)
-        return out.square().sum() + lse.nan_to_num(neginf=0).sum()
-
-    expected = attend(*inputs)
-    grads = torch.autograd.grad(expected, inputs)
-    with torch.inference_mode():
-        assert torch.equal(attend(*inputs), expected)
-    with torch.no_grad():
-        assert torch.equal(attend(*inputs), expected)
-    again = checkpoint(attend, *inputs, use_reentrant=False)
-    assert all(map(torch.equal, torch.autograd.grad(again, inputs), grads))
-
-    with torch.autocast("cpu", torch.bfloat16):
-        low = attend(*inputs)
-    found = torch.autograd.grad(low, inputs)
-    assert [t.dtype for t in found] == [torch.float32] * 5
-    rounded = [t.detach().bfloat16().requires_grad_() for t in inputs[:3]]
-    mixed = [*rounded, *(t.detach().requires_grad_() for t in inputs[3:])]
-    wanted = torch.autograd.grad(attend(*mixed), mixed)
-    assert all(torch.equal(a, b.float()) for a, b in zip(found, wanted, strict=True))
-
-
-def test_modes_of_the_caller(ranks: Ranks) -> None:
-    ranks.run(2, modes)
-
-
-def compiled(group: dist.ProcessGroup, backend: str) -> None:
-    torch._dynamo.reset()
-    inputs, options = all_options(group)
-
-    def attend(*args: torch.Tensor, **options: Any) -> torch.Tensor:
-        q, k, v, sinks, bias = args
-        out, lse = OP(q, k, v, group.group_name, sinks=sinks, bias=bias, **options)
-        return out.sin().sum() + lse.nan_to_num(neginf=0).sum()
-
-    fast = torch.compile(attend, backend=backend, fullgraph=True)
-    for seed in (3, 4):  # the seed is no constant of the graph
-        options["dropout_seed"] = torch.tensor([seed])
-        expected = torch.autograd.grad(attend(*inputs, **options), inputs)
-        found = torch.autograd.grad(fast(*inputs, **options), inputs)
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
-def test_compiled(ranks: Ranks, backend: str) -> None:
-    ranks.run(2, compiled, backend)

@@ -6,12 +6,9 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from symm_cp.ops.attention.reference import all_gather_attention
 from symm_cp.schedule import CAUSAL, NO_MASK, Mask, SequenceLayout, head_tail, sequential
-from symm_cp.testing import Ranks
-from tests.exhaustive import some
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -79,31 +76,3 @@ def test_the_pipeline_is_dense_attention(world_size: int) -> None:
             found = all_gather_attention(*(shards(t, layout) for t in (q, k, v)), layout, mask)
             expected = zip(shards(out, layout), shards(lse, layout), strict=True)
             torch.testing.assert_close(found, list(expected), **CLOSE)
-
-
-def is_reference(group: dist.ProcessGroup, every: list[SequenceLayout], seed: int) -> None:
-    for layout in every:
-        whole = tensors(layout.length, seed)
-        for mask in masks(layout.length):
-            parts = [shards(t, layout) for t in whole]
-            keys = torch.zeros(1, layout.length, dtype=torch.bool)
-            for first, end in mask.keys or ((0, layout.length),):
-                keys[:, first:end] = True
-            found = torch.ops.symm_mem.fused_all_gather_attention(
-                *(part[group.rank()] for part in parts),
-                group.group_name,
-                chunk_order=list(layout.chunk_order),
-                chunk_lengths=list(layout.chunk_lengths),
-                window_left=mask.left,
-                window_right=mask.right,
-                document_edges=None if mask.documents is None else list(mask.documents),
-                key_mask=keys,
-                prefix_lengths=None if mask.prefix is None else torch.tensor([mask.prefix]),
-            )
-            expected = all_gather_attention(*parts, layout, mask)[group.rank()]
-            torch.testing.assert_close(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
-def test_the_op_is_the_reference(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, is_reference, layouts(world_size), int(torch.randint(1 << 30, ())))

@@ -19,6 +19,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.testing import Ranks
 from tests.ops.calls import OPS, Call, Tensors, calls, is_real, leaves
+from tests.ops.functions import functions
 from tests.tensor_parallel.common import fused_plan, mesh_of
 
 #: How many of an op's first arguments each rule casts.
@@ -85,6 +86,24 @@ def casts(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 @DTYPES
 def test_casts_inputs(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(2, casts, dtype)
+
+
+#: Functions that multiply by weights or keys, and so return 16 bits.
+NARROWED = (
+    "gather", "scatter", "all-reduce", "average", "uneven parts", "attention", "spread cache",
+    "projections", "matmuls of experts",
+)  # fmt: skip
+
+
+def narrows(group: dist.ProcessGroup) -> None:
+    for name, call in functions(group, torch.float32).items():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call.run(*call.inputs)[0]
+        assert out.dtype == (torch.bfloat16 if name.startswith(NARROWED) else torch.float32), name
+
+
+def test_functions_that_narrow_their_results(ranks: Ranks) -> None:
+    ranks.run(2, narrows)
 
 
 def widens(group: dist.ProcessGroup) -> None:

@@ -20,7 +20,7 @@ from symm_cp.group import memory
 from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import caller, completed, leaves
+from tests.ops.calls import caller, completed
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -188,31 +188,6 @@ def gathers_kv(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_large_keys_and_values(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gathers_kv)
-
-
-def differentiates(group: dist.ProcessGroup) -> None:
-    name, x = group.group_name, torch.randn(5, 3, dtype=torch.float64)
-    buffer = torch.empty(20, dtype=torch.float64)
-    results = []
-    for run in (
-        lambda x: OPS.one_shot_all_reduce(x, "avg", name),
-        lambda x: OPS.one_shot_all_reduce_copy(buffer, x, "avg", name),
-    ):
-        (given,) = leaves([x])
-        (grad,) = torch.autograd.grad(run(given).pow(3).sum(), given, create_graph=True)
-        (second,) = torch.autograd.grad(grad.square().sum(), given)
-        results.append((grad.detach(), second))
-    assert all(map(torch.equal, *results))
-    # A rank whose result has no gradient takes part in the backward pass of the others.
-    (given,) = leaves([x])
-    out = OPS.one_shot_all_reduce(given, "sum", name)
-    (out.sum() * float(group.rank() == 0)).backward()
-    assert torch.equal(given.grad, torch.ones_like(x))
-
-
-@WORLD_SIZES
-def test_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, differentiates)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 import symm_cp
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import OPS, leaves
+from tests.ops.calls import OPS
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -68,29 +68,6 @@ def collectives(group: dist.ProcessGroup, backend: str) -> None:
 )
 def test_collectives(ranks: Ranks, backend: str, world_size: int) -> None:
     ranks.run(world_size, collectives, backend)
-
-
-def gradients(group: dist.ProcessGroup) -> None:
-    name = group.group_name
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        total = OPS.one_shot_all_reduce(x.sin(), "sum", name)
-        own = x.cos()
-        OPS.two_shot_all_reduce_(own, "avg", name)
-        return total * own
-
-    x = torch.randn(5, 3)
-    results = []
-    for function in (run, torch.compile(run, fullgraph=True)):
-        (given,) = leaves([x])
-        out = function(given)
-        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), given)))
-    torch.testing.assert_close(results[1], results[0])
-
-
-@pytest.mark.exhaustive
-def test_gradients(ranks: Ranks) -> None:
-    ranks.run(2, gradients)
 
 
 def wrong_out(group: dist.ProcessGroup) -> None:

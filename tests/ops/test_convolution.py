@@ -1,4 +1,4 @@
-"""`causal_convolution` over parts of any length, against torch's on each document."""
+"""`causal_convolution` over parts of any length and layout, against torch's on each document."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, pairs, some
+from tests.ops.test_recurrence import EDGES, KINDS, layout_of, options_of
 
 pytestmark = device.devices("cpu", "simulated")
-
-TAPS = 4
 
 
 def by_document(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, edges: Sequence[int]
 ) -> torch.Tensor:
+    taps = weight.shape[1]
     lengths = [end - begin for begin, end in itertools.pairwise(edges)]
     parts = [
-        F.conv1d(F.pad(part, (TAPS - 1, 0)), weight.unsqueeze(1), bias, groups=len(weight))
+        F.conv1d(F.pad(part, (taps - 1, 0)), weight.unsqueeze(1), bias, groups=len(weight))
         for part in x.split(lengths, 2)
         if part.shape[2]
     ]
@@ -34,100 +34,60 @@ def by_document(
 
 
 def runs(
-    group: dist.ProcessGroup,
-    sizes: list[int],
-    edges: list[int] | None,
-    *,
-    biased: bool = True,
-    compiled: bool = False,
-    dtype: torch.dtype = torch.float64,
+    group: dist.ProcessGroup, kind: str, packed: str, dtype: torch.dtype = torch.float64
 ) -> None:
-    rank, total = group.rank(), sum(sizes)
-    x, weight, bias = torch.randn(2, 3, total), torch.randn(3, TAPS), torch.randn(3)
-    given = [t.to(dtype) for t in ([x, weight, bias] if biased else [x, weight])]
-    leaves = [t.double().requires_grad_() for t in given]
-    want = by_document(leaves[0], leaves[1], leaves[2] if biased else None, edges or [0, total])
-    weights = torch.randn_like(want)
-    wanted, *of_parameters = torch.autograd.grad((want * weights).sum(), leaves)
-    mine = [given[0].split(sizes, 2)[rank], *given[1:]]
-    mine = [t.clone().requires_grad_() for t in mine]
-
-    def layer(*args: torch.Tensor) -> torch.Tensor:
-        return symm_cp.causal_convolution(*args, group=group, cu_seqlens=edges, sizes=sizes)
-
-    if compiled:
-        torch._dynamo.reset()
-        layer = torch.compile(layer, fullgraph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(*mine)
-    assert out.dtype == dtype
-    # A product and a sum for each tap; gradients of parameters are sums over all positions.
-    eps = torch.finfo(dtype).eps
-    close = {"rtol": 4 * TAPS * eps, "atol": 4 * TAPS * eps * float(want.abs().max())}
-    torch.testing.assert_close(out.double(), want.split(sizes, 2)[rank], **close)
-    loss = (out * weights.split(sizes, 2)[rank]).sum()
-    grad, *own = torch.autograd.grad(loss, mine)
-    close["atol"] = 4 * TAPS * eps * float(wanted.abs().max())
-    torch.testing.assert_close(grad.double(), wanted.split(sizes, 2)[rank], **close)
-    for part, needed in zip(own, of_parameters, strict=True):
-        summed = part.double()
-        dist.all_reduce(summed, group=group)
-        atol = 4 * total * eps * float(needed.abs().max())
-        torch.testing.assert_close(summed, needed, rtol=0, atol=atol)
+    """Also with more taps than some parts have positions, and without a bias."""
+    layout = layout_of(kind, group.size())
+    rows, total = torch.tensor(list(layout.positions(group.rank())), dtype=int), layout.length
+    edges = [min(edge, total) for edge in EDGES[packed]]
+    edges = edges and [*edges[:-1], total]
+    for taps, biased in ((4, True), (1, False), (9, True)):
+        x, weight, bias = torch.randn(2, 3, total), torch.randn(3, taps), torch.randn(3)
+        given = [t.to(dtype) for t in ([x, weight, bias] if biased else [x, weight])]
+        leaves = [t.double().requires_grad_() for t in given]
+        want = by_document(*leaves[:2], leaves[2] if biased else None, edges or [0, total])
+        weights = torch.randn_like(want)
+        wanted, *of_parameters = torch.autograd.grad((want * weights).sum(), leaves)
+        mine = [t.clone().requires_grad_() for t in (given[0][..., rows], *given[1:])]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = symm_cp.causal_convolution(*mine, group=group, **options_of(kind, layout, edges))
+        assert out.dtype == dtype
+        # A product and a sum for each tap; gradients of parameters are sums over all positions.
+        eps = torch.finfo(dtype).eps
+        close = {"rtol": 4 * taps * eps, "atol": 4 * taps * eps * float(want.abs().max())}
+        torch.testing.assert_close(out.double(), want[..., rows], **close)
+        grad, *own = torch.autograd.grad((out * weights[..., rows]).sum(), mine)
+        close["atol"] = 4 * taps * eps * float(wanted.abs().max())
+        torch.testing.assert_close(grad.double(), wanted[..., rows], **close)
+        for part, needed in zip(own, of_parameters, strict=True):
+            summed = part.double()
+            dist.all_reduce(summed, group=group)
+            atol = 4 * total * eps * float(needed.abs().max())
+            torch.testing.assert_close(summed, needed, rtol=0, atol=atol)
 
 
-CASES: list[tuple[list[int], list[int] | None]] = [
-    ([9], [0, 4, 5, 9]),
-    ([8, 8], None),
-    ([8, 8], [0, 8, 16]),
-    ([5, 2, 9], [0, 3, 4, 4, 8, 13, 16]),
-    ([3, 0, 8, 1], [0, 3, 11, 12]),
-    ([3, 0, 8, 1], None),
-    ([1, 1, 1, 1], [0, 2, 4]),
-]
+PLAIN = [(3, "any sizes", "packed"), (2, "head-tail", "whole"), (3, "head-tail", "packed")]
 
 
-@pytest.mark.parametrize(("sizes", "edges"), some(([5, 2, 9], CASES[3][1]), of=CASES))
+@pytest.mark.parametrize(
+    ("world_size", "kind", "packed"),
+    some(*PLAIN, of=pairs((1, 2, 3, 4), KINDS, EDGES, also=PLAIN)),
+)
 def test_equals_torch_on_each_document(
-    ranks: Ranks, sizes: list[int], edges: list[int] | None
+    ranks: Ranks, world_size: int, kind: str, packed: str
 ) -> None:
-    ranks.run(len(sizes), runs, sizes, edges)
-
-
-@exhaustive
-@device.devices("cpu")
-@pytest.mark.parametrize("edges", [None, [0, 5, 16]], ids=["whole", "packed"])
-def test_compiled_without_a_bias(ranks: Ranks, edges: list[int] | None) -> None:
-    ranks.run(2, runs, [8, 8], edges, biased=False, compiled=True)
+    ranks.run(world_size, runs, kind, packed)
 
 
 @exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("edges", [None, [0, 5, 16]], ids=["whole", "packed"])
-def test_dtypes(ranks: Ranks, dtype: torch.dtype, edges: list[int] | None) -> None:
-    ranks.run(2, runs, [8, 8], edges, dtype=dtype)
-
-
-def second_derivatives(group: dist.ProcessGroup, sizes: list[int], edges: list[int]) -> None:
-    x, weight = torch.randn(2, 3, sum(sizes)).double(), torch.randn(3, TAPS).double()
-
-    def twice(out: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        (first,) = torch.autograd.grad((out**3).sum(), leaf, create_graph=True)
-        return torch.autograd.grad((first**2).sum(), leaf)[0]
-
-    whole = x.clone().requires_grad_()
-    want = twice(by_document(whole, weight, None, edges), whole)
-    own = x.split(sizes, 2)[group.rank()].clone().requires_grad_()
-    out = symm_cp.causal_convolution(own, weight, group=group, cu_seqlens=edges, sizes=sizes)
-    torch.testing.assert_close(twice(out, own), want.split(sizes, 2)[group.rank()])
-
-
-def test_second_derivatives(ranks: Ranks) -> None:
-    ranks.run(3, second_derivatives, [5, 2, 9], [0, 3, 6, 16])
+@pytest.mark.parametrize("packed", EDGES)
+def test_dtypes(ranks: Ranks, dtype: torch.dtype, packed: str) -> None:
+    ranks.run(2, runs, "equal", packed, dtype)
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    x, weight, number = torch.randn(2, 3, 8), torch.randn(3, TAPS), 3
+    x, weight, number = torch.randn(2, 3, 8), torch.randn(3, 4), 3
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (TypeError, "weight is 3, must be a tensor", (x, number), {}),
         (TypeError, "x is torch.int64, must be float64", (x.long(), weight), {}),

@@ -27,7 +27,8 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, some
 from tests.hosts.apart import spread_out
-from tests.ops.test_small_matmuls import NEAR, python_calls
+from tests.ops.calls import python_calls
+from tests.ops.test_small_matmuls import NEAR
 
 ROOT = Path(symm_cp.__file__).parent.parent
 PAGE = (ROOT / "symm_cp" / "ops" / "README.md").read_text()

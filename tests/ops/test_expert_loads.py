@@ -1,4 +1,4 @@
-"""Loads of experts that a random routing seldom has, one by one; and results at every world size.
+"""Random routings; loads that these seldom have, one by one; results at every world size.
 
 Tokens, weights of the router and of experts have their gradients compared as well.
 """
@@ -6,6 +6,7 @@ Tokens, weights of the router and of experts have their gradients compared as we
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,78 @@ import torch.distributed as dist
 from symm_cp import moe
 from symm_cp.testing import Ranks
 from tests import device
+from tests.exhaustive import some
 from tests.ops import test_experts, test_grouped_matmuls
-from tests.ops.test_experts import Case, drawn
+from tests.ops.test_experts import FLOATS, Case, drawn
 from tests.ops.test_grouped_matmuls import HIDDEN, Layer
 
 everywhere = device.devices(*device.NAMES)
 
 TOKENS, TOP_K = 5, 2
+
+#: Rows alone, and with matmuls: random routings, cases, and checks of one.
+FAMILIES: dict[str, tuple[Any, Any, Any]] = {
+    "rows": (test_experts.many_agree, Case, test_experts.agrees),
+    "matmuls": (test_grouped_matmuls.many_agree, Layer, test_grouped_matmuls.agrees),
+}
+BOTH = pytest.mark.parametrize("family", FAMILIES)
+
+
+@everywhere
+@BOTH
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_random_routings(ranks: Ranks, world_size: int, family: str) -> None:
+    seed = drawn()
+    ranks.run(world_size, FAMILIES[family][0], range(seed, seed + 5), [torch.float64])
+
+
+@everywhere
+@BOTH
+@pytest.mark.parametrize("dtype", some(torch.bfloat16, of=FLOATS))
+def test_every_dtype(ranks: Ranks, dtype: torch.dtype, family: str) -> None:
+    seed = drawn()
+    ranks.run(2, FAMILIES[family][0], range(seed, seed + 4), [dtype])
+
+
+@everywhere
+@BOTH
+@pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
+def test_many_random_routings(ranks: Ranks, world_size: int, family: str) -> None:
+    """Random routings with all dtypes, 900 in total."""
+    seed = drawn()
+    ranks.run(world_size, FAMILIES[family][0], range(seed, seed + 150), FLOATS)
+
+
+def compiled(group: dist.ProcessGroup, family: str) -> None:
+    """Compiles to one graph, which also works for other numbers of rows."""
+    W, rank = group.size(), group.rank()
+
+    def rows(experts: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        found, routing = moe.dispatch(inputs[0], experts, 2 * W, group=group)
+        return moe.combine(found.square(), inputs[-1], routing)
+
+    def matmuls(experts: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return test_grouped_matmuls.fused(group, experts, 2 * W, None, *inputs)
+
+    step = matmuls if family == "matmuls" else rows
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for seed in (3, 4):
+            case = Layer(W, [6] * W, 2 * W, 2, seed=seed)
+            results = []
+            for function in (run, step):
+                inputs = case.of_rank(rank, W)
+                out = function(case.experts[rank], *inputs)
+                grads = torch.autograd.grad(out, inputs, case.outputs[rank], allow_unused=True)
+                results.append([out, *(grad for grad in grads if grad is not None)])
+            torch.testing.assert_close(*results)
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_compiled(ranks: Ranks, world_size: int, family: str) -> None:
+    ranks.run(world_size, compiled, family)
 
 
 def _one_takes_all(chosen: torch.Tensor) -> torch.Tensor:
@@ -51,10 +117,8 @@ LOADS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
 def under_load(group: dist.ProcessGroup, load: str, seed: int) -> None:
     W = group.size()
     change, capacity = LOADS[load]
-    for case, agrees in (
-        (Case(W, [TOKENS] * W, 2 * W, TOP_K, seed=seed), test_experts.agrees),
-        (Layer(W, [TOKENS] * W, 2 * W, TOP_K, seed=seed), test_grouped_matmuls.agrees),
-    ):
+    for _, make, agrees in FAMILIES.values():
+        case = make(W, [TOKENS] * W, 2 * W, TOP_K, seed=seed)
         # On all ranks the largest number is the last expert's.
         for chosen in case.experts:
             chosen[0, 0] = 2 * W - 1

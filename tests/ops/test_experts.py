@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,6 @@ from symm_cp import moe
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
-
-everywhere = device.devices(*device.NAMES)
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float16: 2**-24, torch.bfloat16: 2**-24}  # sums are in float32, and rounded once
@@ -116,7 +115,13 @@ def agrees(group: dist.ProcessGroup, case: Case, capacity: int | None = None) ->
     close(grads[1], of_weights[rank], 32 * (1 + width))
 
 
-def many_agree(group: dist.ProcessGroup, seeds: range, dtypes: list[torch.dtype]) -> None:
+def many_agree(
+    group: dist.ProcessGroup,
+    seeds: range,
+    dtypes: list[torch.dtype],
+    make: Callable[..., Any] = Case,
+    check: Callable[..., None] = agrees,
+) -> None:
     W = group.size()
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -126,65 +131,16 @@ def many_agree(group: dist.ProcessGroup, seeds: range, dtypes: list[torch.dtype]
 
         sizes = [draw(0, 9) for _ in range(W)]
         num_experts = W * draw(1, 4)
-        case = Case(
+        case = make(
             W, sizes, num_experts, draw(1, min(5, num_experts + 1)),
-            [(), (7,), (3, 2), (1,)][draw(0, 4)], dtypes[seed % len(dtypes)], seed,
-            [0.0, 0.0, 5.0][draw(0, 3)],
+            features=[(), (7,), (3, 2), (1,)][draw(0, 4)], dtype=dtypes[seed % len(dtypes)],
+            seed=seed, skew=[0.0, 0.0, 5.0][draw(0, 3)],
         )  # fmt: skip
-        agrees(group, case, [None, None, 0, 3][draw(0, 4)])
+        check(group, case, [None, None, 0, 3][draw(0, 4)])
 
 
 def drawn() -> int:
     return int(torch.randint(1 << 20, (1,)))
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_routings(ranks: Ranks, world_size: int) -> None:
-    seed = drawn()
-    ranks.run(world_size, many_agree, range(seed, seed + 6), [torch.float64])
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", some(torch.bfloat16, of=FLOATS))
-def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
-    seed = drawn()
-    ranks.run(2, many_agree, range(seed, seed + 4), [dtype])
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
-def test_500_random_routings(ranks: Ranks, world_size: int) -> None:
-    """Random routings with all dtypes, 500 in total."""
-    seed = drawn()
-    ranks.run(world_size, many_agree, range(seed, seed + 167), FLOATS)
-
-
-def compiled(group: dist.ProcessGroup) -> None:
-    """Compiles to one graph, which also works for other numbers of rows."""
-    W, rank = group.size(), group.rank()
-
-    def step(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        rows, routing = moe.dispatch(tokens, experts, 2 * W, group=group)
-        return moe.combine(rows.square(), weights, routing)
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        run = torch.compile(step, backend="aot_eager", fullgraph=True)
-        for seed in (3, 4):
-            case = Case(W, [6] * W, 2 * W, 2, seed=seed)
-            results = []
-            for function in (run, step):
-                inputs = [x[rank].clone().requires_grad_() for x in (case.tokens, case.weights)]
-                out = function(inputs[0], case.experts[rank], inputs[1])
-                results.append([out, *torch.autograd.grad(out, inputs, case.outputs[rank])])
-            for found, want in zip(*results, strict=True):
-                torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
-def test_compiled(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled)
 
 
 def refused(group: dist.ProcessGroup) -> None:

@@ -61,18 +61,6 @@ def test_each_call_counts_as_a_run_of_attention(ranks: Ranks) -> None:
     ranks.run(2, counts_runs)
 
 
-def one_gradient_only(group: dist.ProcessGroup) -> None:
-    key, value = torch.ones(1, 1, 2, 3, requires_grad=True), torch.ones(1, 1, 2, 3)
-    keys, _ = symm_cp.all_gather_kv(key, value, group=group)
-    keys.sum().backward()
-    assert key.grad is not None
-    assert torch.equal(key.grad, torch.full_like(key, group.size()))
-
-
-def test_gradient_of_one_of_them(ranks: Ranks) -> None:
-    ranks.run(3, one_gradient_only)
-
-
 def refuses(group: dist.ProcessGroup) -> None:
     k = torch.zeros(2, 3, 4, 5)
     with pytest.raises(ValueError, match="seq_dim=4 is out of range"):
@@ -86,14 +74,3 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
     ranks.run(2, refuses)
-
-
-def passes_opcheck(group: dist.ProcessGroup) -> None:
-    for dim in (2, -1):
-        k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(2))
-        op = torch.ops.symm_mem.all_gather_kv.default
-        torch.library.opcheck(op, (k, v, dim, group.group_name))
-
-
-def test_opcheck(ranks: Ranks) -> None:
-    ranks.run(1, passes_opcheck)

@@ -13,14 +13,16 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.cuda import has_streams
 from symm_cp.ops.op import declared
+from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import device
-from tests.ops.calls import Call, calls, leaves
+from tests.ops.calls import calls, leaves
+from tests.ops.functions import functions
+from tests.ops.test_uneven import shape_with, splits
 
 pytestmark = device.devices(*device.NAMES)
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-SHAPES = [(3, 4), (2, 3, 5), (2, 2, 3, 4)]
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -33,44 +35,39 @@ def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return summed
 
 
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
 def gather_gradients(group: dist.ProcessGroup) -> None:
-    """Each rank has its own loss: a weight's dense gradient is the sum of all ranks' gradients."""
     W, rank = group.size(), group.rank()
-    algorithms = itertools.cycle(
-        (*tuning.ALGORITHMS, tuning.ALGORITHMS[1])
-    )  # of no length that others have
-    for shape in SHAPES:
-        for dim in range(-len(shape), len(shape)):
-            full = list(shape)
-            full[dim] *= W
-            A, Bs = rand(*full), [rand(full[-1], 6), rand(full[-1], 3)]
-            probes = [[rand(*full[:-1], 6), rand(*full[:-1], 3)] for _ in range(W)]
-            A_probes = [rand(*full) for _ in range(W)]
-            for use_A, used in itertools.product((False, True), ((0, 1), (0,), (1,), ())):
-                if not use_A and not used:
-                    continue
-                dense_A = A.clone().requires_grad_()
-                dense_Bs = [B.clone().requires_grad_() for B in Bs]
-                loss = sum(
-                    ((dense_A @ dense_Bs[i]) * probes[r][i]).sum() for r in range(W) for i in used
-                ) + sum((dense_A * A_probes[r]).sum() for r in range(W) if use_A)
+    algorithms = itertools.cycle((None, *tuning.ALGORITHMS, None))  # of no length of a loop
+    for dim, used in itertools.product(range(3), ((0, 1), (1,), ())):
+        for split in (Split.equal(2, W, dim), *splits(W, dim)):
+            whole = torch.randn(shape_with((2, 3, 4), dim, split.length)).double()
+            weights = [torch.randn(whole.shape[-1], n).double() for n in (3, 2)]
+            probes = [
+                [torch.randn(*whole.shape[:-1], n).double() for n in (3, 2)] for _ in range(W)
+            ]
+            kept = [torch.randn_like(whole) for _ in range(W)]
+            dense, dense_weights = leaf(whole), [leaf(w) for w in weights]
+            loss: Any = sum((dense * kept[r]).sum() for r in range(W))
+            for r, i in itertools.product(range(W), used):
+                loss = loss + ((dense @ dense_weights[i]) * probes[r][i]).sum()
+            loss.backward()
+            shard, own = leaf(split.of(rank, whole)), [leaf(w) for w in weights]
+            with tuning.forced(next(algorithms)):
+                gathered, outputs = symm_cp.all_gather_matmul(
+                    shard, own, gather_dim=dim, group=group, return_gathered=True,
+                    sizes=split.sizes,
+                )  # fmt: skip
+                loss = (gathered * kept[rank]).sum()
+                for i in used:
+                    loss = loss + (outputs[i] * probes[rank][i]).sum()
                 loss.backward()
-                shard = A.chunk(W, dim)[rank].clone().requires_grad_()
-                weights = [B.clone().requires_grad_() for B in Bs]
-                with tuning.forced(next(algorithms)):
-                    gathered, outputs = symm_cp.all_gather_matmul(
-                        shard, weights, gather_dim=dim, group=group, return_gathered=True
-                    )
-                    own = sum((outputs[i] * probes[rank][i]).sum() for i in used)
-                    if use_A:
-                        own = own + (gathered * A_probes[rank]).sum()
-                    own.backward()
-                torch.testing.assert_close(shard.grad, dense_A.grad.chunk(W, dim)[rank])
-                for i, (weight, dense_B) in enumerate(zip(weights, dense_Bs, strict=True)):
-                    if i in used:
-                        torch.testing.assert_close(total(weight.grad, group), dense_B.grad)
-                    else:
-                        assert weight.grad is None
+            torch.testing.assert_close(shard.grad, split.of(rank, dense.grad))
+            for i in used:
+                torch.testing.assert_close(total(own[i].grad, group), dense_weights[i].grad)
 
 
 @WORLD_SIZES
@@ -80,80 +77,33 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
 
 def scatter_gradients(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
-    algorithms = itertools.cycle(
-        (*tuning.ALGORITHMS, tuning.ALGORITHMS[1])
-    )  # of no length that others have
-    for shape in SHAPES:
-        for dim, reduce_op in itertools.product(range(-len(shape), len(shape)), ("sum", "avg")):
-            size, N = list(shape), 4
-            if dim % len(shape) == len(shape) - 1:
-                N *= W
-            else:
-                size[dim] *= W
-            As = [rand(*size).requires_grad_() for _ in range(W)]
-            Bs = [rand(size[-1], N).requires_grad_() for _ in range(W)]
-            product = sum(A @ B for A, B in zip(As, Bs, strict=True))
-            product = product / (W if reduce_op == "avg" else 1)
-            probe = torch.randn_like(product)
-            (product * probe).sum().backward()
+    algorithms = itertools.cycle((None, *tuning.ALGORITHMS, None))  # of no length of a loop
+    for dim, op in itertools.product(range(3), ("sum", "avg")):
+        for split in (Split.equal(2, W, dim), *splits(W, dim)):
+            rows = [2, 3, 4] if dim == 2 else shape_with((2, 3, 4), dim, split.length)
+            columns = split.length if dim == 2 else 5
+            a = [leaf(torch.randn(rows).double()) for _ in range(W)]
+            b = [leaf(torch.randn(4, columns).double()) for _ in range(W)]
+            product = sum(x @ w for x, w in zip(a, b, strict=True))
+            probe = torch.randn(product.shape).double()
+            ((product / (W if op == "avg" else 1)) * probe).sum().backward()
             for need_a, need_b in ((True, True), (True, False), (False, True)):
-                a = As[rank].detach().clone().requires_grad_(need_a)
-                b = Bs[rank].detach().clone().requires_grad_(need_b)
+                own_a = a[rank].detach().clone().requires_grad_(need_a)
+                own_b = b[rank].detach().clone().requires_grad_(need_b)
                 with tuning.forced(next(algorithms)):
                     output = symm_cp.matmul_reduce_scatter(
-                        a, b, scatter_dim=dim, reduce_op=reduce_op, group=group
+                        own_a, own_b, scatter_dim=dim, reduce_op=op, group=group, sizes=split.sizes
                     )
-                    (output * probe.chunk(W, dim)[rank]).sum().backward()
-                for given, exact, needed in ((a, As[rank], need_a), (b, Bs[rank], need_b)):
-                    if needed:
-                        torch.testing.assert_close(given.grad, exact.grad)
-                    else:
-                        assert given.grad is None
+                    (output * split.of(rank, probe)).sum().backward()
+                if need_a:
+                    torch.testing.assert_close(own_a.grad, a[rank].grad)
+                if need_b:
+                    torch.testing.assert_close(own_b.grad, b[rank].grad)
 
 
 @WORLD_SIZES
 def test_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, scatter_gradients)
-
-
-def collective_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    probes = [rand(3 * W, 2) for _ in range(W)]
-    x = rand(3, 2).requires_grad_()
-    (symm_cp.low_contention_all_gather(x, group=group) * probes[rank]).sum().backward()
-    torch.testing.assert_close(x.grad, sum(probes).chunk(W)[rank])
-    for reduce_op in ("sum", "avg"):
-        x = rand(3 * W, 2).requires_grad_()
-        parts = [rand(3, 2) for _ in range(W)]
-        out = symm_cp.low_contention_reduce_scatter(x, reduce_op=reduce_op, group=group)
-        (out * parts[rank]).sum().backward()
-        torch.testing.assert_close(x.grad, torch.cat(parts) / (W if reduce_op == "avg" else 1))
-        if device.chosen() != "cpu":
-            continue  # the other is torch's own there, and has no gradient
-        y = rand(5).requires_grad_()
-        weights = [rand(5) for _ in range(W)]
-        reduced = torch.ops.symm_mem.one_shot_all_reduce(y, reduce_op, group.group_name)
-        (reduced * weights[rank]).sum().backward()
-        torch.testing.assert_close(y.grad, sum(weights) / (W if reduce_op == "avg" else 1))
-
-
-@WORLD_SIZES
-def test_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, collective_gradients)
-
-
-def checks_numerically(group: dist.ProcessGroup) -> None:
-    A, B = rand(4, 3).requires_grad_(), rand(3, 2).requires_grad_()
-
-    def both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        up = symm_cp.all_gather_matmul(a, b, gather_dim=-2, group=group)
-        return symm_cp.matmul_reduce_scatter(up, b.t(), scatter_dim=0, group=group)
-
-    assert torch.autograd.gradcheck(both, (A, B))
-
-
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks.run(1, checks_numerically)
 
 
 def low_precision(group: dist.ProcessGroup, algorithm: str) -> None:
@@ -257,33 +207,9 @@ def laid_out_otherwise(grad: torch.Tensor) -> list[torch.Tensor]:
     return [backwards.permute(*reversed(range(grad.dim()))), wide]
 
 
-def matmuls_in_three_dimensions(group: dist.ProcessGroup) -> dict[str, Call]:
-    W = group.size()
-    found = {"all-reduce": Call(lambda *x: [symm_cp.matmul_all_reduce(*x, group=group)], [])}
-    for dim in range(3):
-        found |= {
-            f"gather {dim}": Call(
-                lambda x, w, _, dim=dim: symm_cp.all_gather_matmul(
-                    x, [w], gather_dim=dim, group=group
-                ),
-                [],
-            ),
-            f"scatter {dim}": Call(
-                lambda x, w, _, dim=dim: [
-                    symm_cp.matmul_reduce_scatter(x, w, scatter_dim=dim, group=group)
-                ],
-                [],
-            ),
-        }
-    for name, call in found.items():
-        inner = 3 * W if name == "gather 2" else 3
-        call.inputs = [rand(2 * W, 3 * W, 3), rand(inner, 5 * W), rand(5 * W)]
-    return found
-
-
 def strides_of_gradients(group: dist.ProcessGroup) -> None:
     """Autograd promises no strides for incoming gradients."""
-    found = calls(group) | matmuls_in_three_dimensions(group)
+    found = calls(group) | functions(group)
     if has_streams(torch.device("cpu")):  # torch's own kernels serve other devices
         for op in declared():
             if op.cpu_only:
@@ -346,40 +272,3 @@ def undefined_gradients(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_gradients_that_are_undefined(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, undefined_gradients)
-
-
-def losses_of_other_outputs(group: dist.ProcessGroup, seed: int) -> None:
-    """Each rank's loss depends on one output: the gathered input, or a product."""
-    W, rank = group.size(), group.rank()
-    torch.manual_seed(seed)
-    x, weights = rand(4 * W, 6 * W), [rand(6 * W, 5), rand(6 * W, 7)]
-
-    def outputs(full: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [full, *(full @ other for other in others)]
-
-    for dim, turn, in_parts in itertools.product((0, 1), range(3), (False, True)):
-        shard = x.chunk(W, dim)[rank].clone().requires_grad_()
-        own = [weight.clone().requires_grad_() for weight in weights]
-        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
-            shard, own, dim, group.group_name
-        )
-        loss = [gathered, *products][(rank + turn) % 3].square().sum()
-        with tuning.forced("shards" if in_parts else None):
-            grads = torch.autograd.grad(loss, [shard, *own], allow_unused=True)
-        full = x.clone().requires_grad_()
-        losses = [outputs(full, weights)[(r + turn) % 3].square().sum() for r in range(W)]
-        (expected,) = torch.autograd.grad(sum(losses), full)
-        torch.testing.assert_close(grads[0], expected.chunk(W, dim)[rank])
-        others = [weight.clone().requires_grad_() for weight in weights]
-        mine = outputs(x.clone().requires_grad_(), others)[(rank + turn) % 3].square().sum()
-        for grad, wanted in zip(
-            grads[1:], torch.autograd.grad(mine, others, allow_unused=True), strict=True
-        ):
-            assert (grad is None) == (wanted is None)
-            if grad is not None:
-                torch.testing.assert_close(grad, wanted)
-
-
-@WORLD_SIZES
-def test_ranks_whose_losses_are_of_other_outputs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, losses_of_other_outputs, int(torch.randint(1 << 30, ())))

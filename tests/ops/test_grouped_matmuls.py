@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from symm_cp import moe, native
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
-from tests.ops.test_experts import FLOATS, Case, drawn, routed
+from tests.ops import test_experts
+from tests.ops.test_experts import Case, drawn, routed
 
-everywhere = device.devices(*device.NAMES)
 HIDDEN, WIDTH = 6, 5
 
 #: Tokens of a rank: their rows need larger slots than the first calls have.
@@ -33,7 +32,7 @@ class Layer(Case):
     def __init__(
         self, ranks: int, sizes: list[int], num_experts: int, top_k: int, **more: Any
     ) -> None:
-        super().__init__(ranks, sizes, num_experts, top_k, (HIDDEN,), **more)
+        super().__init__(ranks, sizes, num_experts, top_k, **{**more, "features": (HIDDEN,)})
         dtype = more.get("dtype", torch.float64)
         on: Any = {"generator": torch.Generator(device.name()).manual_seed(more.get("seed", 0))}
 
@@ -134,42 +133,7 @@ def agrees(
 
 
 def many_agree(group: dist.ProcessGroup, seeds: range, dtypes: list[torch.dtype]) -> None:
-    W = group.size()
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
-            return int(torch.randint(low, high, (1,), generator=generator))
-
-        sizes = [draw(0, 9) for _ in range(W)]
-        num_experts = W * draw(1, 4)
-        case = Layer(
-            W, sizes, num_experts, draw(1, min(5, num_experts + 1)),
-            dtype=dtypes[seed % len(dtypes)], seed=seed, skew=[0.0, 0.0, 5.0][draw(0, 3)],
-        )  # fmt: skip
-        agrees(group, case, [None, None, 0, 3][draw(0, 4)])
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_routings(ranks: Ranks, world_size: int) -> None:
-    seed = drawn()
-    ranks.run(world_size, many_agree, range(seed, seed + 4), [torch.float64])
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", some(torch.bfloat16, of=FLOATS))
-def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
-    seed = drawn()
-    ranks.run(2, many_agree, range(seed, seed + 4), [dtype])
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
-def test_many_random_routings(ranks: Ranks, world_size: int) -> None:
-    """Random routings with all dtypes, 300 in total."""
-    seed = drawn()
-    ranks.run(world_size, many_agree, range(seed, seed + 100), FLOATS)
+    test_experts.many_agree(group, seeds, dtypes, Layer, agrees)
 
 
 def unfused(
@@ -250,58 +214,6 @@ def test_more_rows_than_slots_take(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, beyond_the_slots)
 
 
-def in_every_mode(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    case = Layer(W, [5] * W, 2 * W, 2, seed=3, dtype=torch.float32)
-    arguments: Any = (group, case.experts[rank], case.num_experts, None)
-    agrees(group, case, run=functools.partial(checkpoint, fused, use_reentrant=False))
-    inputs = case.of_rank(rank, W)
-    want = fused(*arguments, *inputs).detach()
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            assert torch.equal(fused(*arguments, *inputs), want)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fused(*arguments, *inputs)
-        mixed = [x.bfloat16() if i in (1, 3) else x for i, x in enumerate(inputs)]
-        assert torch.equal(fused(*arguments, *mixed), found)
-    assert found.dtype == torch.bfloat16
-    narrow = [x.bfloat16() for x in inputs[:4]]
-    assert torch.equal(found, fused(*arguments, *[*narrow, inputs[4]]))
-    grads = torch.autograd.grad(found.float().sum(), inputs)
-    assert [g.dtype for g in grads] == [torch.float32] * 5
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_modes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_every_mode)
-
-
-def compiled(group: dist.ProcessGroup) -> None:
-    """Compiles to one graph, which also works for other numbers of rows."""
-    W, rank = group.size(), group.rank()
-
-    def step(experts: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return fused(group, experts, 2 * W, None, *inputs)
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        run = torch.compile(step, backend="aot_eager", fullgraph=True)
-        for seed in (3, 4):
-            case = Layer(W, [6] * W, 2 * W, 2, seed=seed)
-            results = []
-            for function in (run, step):
-                inputs = case.of_rank(rank, W)
-                out = function(case.experts[rank], *inputs)
-                results.append([out, *torch.autograd.grad(out, inputs, case.outputs[rank])])
-            for found, want in zip(*results, strict=True):
-                torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_compiled(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled)
-
-
 def planned(group: dist.ProcessGroup) -> None:
     """One plan serves all numbers of tokens and of an expert's rows."""
     W, library = group.size(), native.load()
@@ -318,26 +230,6 @@ def planned(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
 def test_planned(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, planned)
-
-
-def some_gradients(group: dist.ProcessGroup) -> None:
-    """Any subset of the inputs may need gradients; the others get none."""
-    W, rank = group.size(), group.rank()
-    case = Layer(W, [5] * W, 2 * W, 2, seed=5)
-    _, expected = dense(case, None, W)
-    for needed in ([0], [1], [2, 3], [3], [4], [0, 4]):
-        inputs = [x.detach() for x in case.of_rank(rank, W)]
-        for i in needed:
-            inputs[i].requires_grad_()
-        out = fused(group, case.experts[rank], case.num_experts, None, *inputs)
-        grads = torch.autograd.grad(out, [inputs[i] for i in needed], case.outputs[rank])
-        for i, grad in zip(needed, grads, strict=True):
-            close(grad, expected[rank][i], 100, NAMES[i])
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_some_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, some_gradients)
 
 
 def refused(group: dist.ProcessGroup) -> None:

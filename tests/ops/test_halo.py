@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.testing import Ranks
@@ -81,56 +80,6 @@ def test_every_dtype(ranks: Ranks, sizes: list[int]) -> None:
     ranks.run(len(sizes), exchanges, sizes, dtypes)
 
 
-def second_derivatives(group: dist.ProcessGroup) -> None:
-    """A function whose gradient goes through the gradient of the op, in the group and alone."""
-    sizes = [3, 1, 2][: group.size()]
-    whole = torch.randn(2, sum(sizes), dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(2, sum(sizes), dtype=torch.float64)
-
-    def total(parts: list[torch.Tensor]) -> torch.Tensor:
-        return sum((part**3).sum() for part in parts)  # type: ignore[return-value]
-
-    (first,) = torch.autograd.grad(
-        total(padded_parts(whole, sizes, 2, 1, 1)), whole, create_graph=True
-    )
-    (want,) = torch.autograd.grad(first, whole, weights)
-    rank = group.rank()
-    mine = whole.detach().split(sizes, 1)[rank].requires_grad_()
-    padded = symm_cp.exchange_halo(mine, 2, 1, 1, group=group, sizes=sizes)
-    (grad,) = torch.autograd.grad(total([padded]), mine, create_graph=True)
-    (found,) = torch.autograd.grad(grad, mine, weights.split(sizes, 1)[rank])
-    torch.testing.assert_close(found, want.split(sizes, 1)[rank])
-
-
-def test_second_derivatives(ranks: Ranks) -> None:
-    ranks.run(3, second_derivatives)
-
-
-def convolves(group: dist.ProcessGroup, compiled: bool) -> None:
-    if compiled:
-        torch._dynamo.reset()
-    W, rank = group.size(), group.rank()
-    whole, weight = torch.randn(2, 6, 5 * W), torch.randn(6, 1, 4, requires_grad=True)
-
-    def convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.conv1d(symm_cp.exchange_halo(x, 3, group=group), weight, groups=6)
-
-    function = torch.compile(convolution, fullgraph=True) if compiled else convolution
-    mine = whole.split(5, -1)[rank].requires_grad_()
-    found = function(mine, weight)
-    alone = whole.clone().requires_grad_()
-    wanted = F.conv1d(F.pad(alone, (3, 0)), weight, groups=6)
-    torch.testing.assert_close(found, wanted.split(5, -1)[rank])
-    (want,) = torch.autograd.grad((wanted**2).sum(), alone)
-    (grad,) = torch.autograd.grad((found**2).sum(), mine)
-    torch.testing.assert_close(grad, want.split(5, -1)[rank])
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)])
-def test_causal_convolution(ranks: Ranks, compiled: bool) -> None:
-    ranks.run(2, convolves, compiled)
-
-
 def refuses(group: dist.ProcessGroup) -> None:
     x = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="exchange_halo: dim=3 is out of range for a 3-D tensor"):
@@ -147,13 +96,3 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
     ranks.run(2, refuses)
-
-
-def passes_opcheck(group: dist.ProcessGroup) -> None:
-    x = torch.randn(1, 5, 3, requires_grad=True)
-    torch.library.opcheck(OPS.exchange_halo.default, (x, 2, 1, 1, group.group_name))
-    torch.library.opcheck(OPS._add_halo.default, (x, 2, 1, 1, group.group_name))
-
-
-def test_opcheck(ranks: Ranks) -> None:
-    ranks.run(1, passes_opcheck)

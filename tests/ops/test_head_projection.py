@@ -118,35 +118,6 @@ def test_output_projection(ranks: Ranks, world_size: int, dtype: torch.dtype, un
     ranks.run(world_size, collects, uneven, dtype)
 
 
-def differentiates_twice(group: dist.ProcessGroup) -> None:
-    """One rank, so that torch can perturb the inputs."""
-    name = group.group_name
-    x, w, v, b = leaves((1, 3, 3), (3, 4), (3, 2), (4,))
-    ops = torch.ops.symm_mem
-
-    def project(x: Any, w: Any, v: Any, b: Any) -> Any:
-        return tuple(ops.project_to_heads(x, [w, v], [b, b[:2]], 2, name))
-
-    assert torch.autograd.gradcheck(project, (x, w, v, b))
-    assert torch.autograd.gradgradcheck(project, (x, w, v, b))
-    heads, m = leaves((1, 2, 3, 2), (4, 3))
-
-    def collect(h: Any, m: Any) -> Any:
-        out, (local,) = ops.project_from_heads([h], [m], name)
-        return out, local
-
-    assert torch.autograd.gradcheck(collect, (heads, m))
-    assert torch.autograd.gradgradcheck(collect, (heads, m))
-    torch.library.opcheck(ops.project_to_heads.default, (x, [w, v], [], 2, name))
-    torch.library.opcheck(ops.project_from_heads.default, ([heads], [m], name))
-
-
-@device.devices("cpu")
-@pytest.mark.exhaustive
-def test_second_derivatives(ranks: Ranks) -> None:
-    ranks.run(1, differentiates_twice)
-
-
 def refuses(group: dist.ProcessGroup) -> None:
     x, w = torch.zeros(1, 3, 4), torch.zeros(4, 8)
 
@@ -172,32 +143,3 @@ def refuses(group: dist.ProcessGroup) -> None:
 @device.devices("cpu")
 def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
     ranks.run(2, refuses)
-
-
-def compiled(group: dist.ProcessGroup) -> None:
-    torch._dynamo.reset()
-    W = group.size()
-
-    def layer(x: Any, w: Any, m: Any) -> Any:
-        q, k, v = symm_cp.ulysses_projection(x, [w, w, w], features=E, group=group)
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        return symm_cp.ulysses_output_projection(attended, m, group=group)
-
-    inputs = [
-        t.detach().float().requires_grad_() for t in leaves((1, 4, D), (D, W * E), (W * E, D))
-    ]
-    want = layer(*inputs)
-    got = torch.compile(layer, fullgraph=True)(*inputs)
-    torch.testing.assert_close(got, want)
-    grad = torch.randn_like(want)
-    found = [torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (got, want)]
-    torch.testing.assert_close(*found)
-    with torch.autocast("cpu"):
-        assert layer(*inputs).dtype == torch.bfloat16
-
-
-@device.devices("cpu")
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_compiled_with_attention_between(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled)

@@ -14,7 +14,7 @@ from torch import nn
 
 import symm_cp
 from symm_cp.testing import Ranks
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import some
 
 HIDDEN, HEADS, WIDTH, STATE, KERNEL, CHUNK = 12, 3, 4, 5, 4, 4
 
@@ -125,8 +125,3 @@ SIZES = [[11], [8, 8], [6, 3], [5, 2, 9], [8, 8, 8, 8], [1, 7, 2, 6]]
 @pytest.mark.parametrize("sizes", some([6, 3], of=SIZES))
 def test_block(ranks: Ranks, sizes: list[int]) -> None:
     ranks.run(len(sizes), runs, sizes)
-
-
-@exhaustive
-def test_compiled(ranks: Ranks) -> None:
-    ranks.run(2, runs, [8, 8], compiled=True)

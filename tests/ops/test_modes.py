@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import symm_cp
 from symm_cp.ops.attention import tiles as attention_tiles
 from symm_cp.testing import Ranks
-from tests.ops.calls import OPS, Tensors, calls, leaves, trained
+from tests.ops.calls import OPS, Call, Tensors, calls, leaves, trained
+from tests.ops.functions import functions
 
 
 class Seen(TorchDispatchMode):
@@ -59,17 +60,19 @@ def fresh(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def results(named: dict[str, tuple[Tensors, Tensors]]) -> Tensors:
-    return [t for pair in named.values() for ts in pair for t in ts]
+def every_call(group: dist.ProcessGroup) -> dict[str, Call]:
+    return calls(group) | functions(group)
 
 
 def in_mode(group: dist.ProcessGroup, mode: str) -> None:
     """Twice in the mode, so that both slots have been used, then training, then the mode again."""
     seed = int(torch.randint(1 << 30, ()))
     torch.manual_seed(seed)
-    expected = {name: trained(call) for name, call in calls(fresh(group)).items()}
+    # Functions in Python make tensors of their own on the default device.
+    calls_of = calls if mode == "device" else every_call
+    expected = {name: trained(call) for name, call in calls_of(fresh(group)).items()}
     torch.manual_seed(seed)
-    ops = calls(fresh(group))
+    ops = calls_of(fresh(group))
     wide = {"window_left": 3, "window_right": 2}  # a mask that is kept
     q = torch.randn(1, 1, 20, 4)
     for name, call in ops.items():
@@ -125,7 +128,7 @@ def as_tuple(run: Callable[..., Tensors], *inputs: torch.Tensor) -> tuple[torch.
 
 def recomputes(group: dist.ProcessGroup) -> None:
     for reentrant in (False, True):
-        for name, call in calls(group).items():
+        for name, call in every_call(group).items():
             expected = trained(call)
 
             given = leaves(call.inputs)
@@ -143,7 +146,7 @@ def test_checkpoint(ranks: Ranks) -> None:
 
 def in_thread(group: dist.ProcessGroup) -> None:
     """Forward passes in a thread, first in inference mode; backward passes in this thread."""
-    for name, call in calls(group).items():
+    for name, call in every_call(group).items():
         expected = trained(call)
         given, outputs = leaves(call.inputs), []
 

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.cuda.plans import refusals
 from symm_cp.testing import Ranks
 from tests import device
-from tests.exhaustive import exhaustive, pairs
+from tests.exhaustive import pairs, some
+from tests.ops.calls import python_calls
 from tests.ops.test_head_projection import heads_of
-from tests.ops.test_small_matmuls import python_calls
 from tests.reference import reduce
 
 pytestmark = device.devices(*device.NAMES)
@@ -78,9 +77,7 @@ def problem(
     return balancer, heads, ranges, rand(2, S, D), parts, (layout, counts, rope)
 
 
-def projects(
-    group: dist.ProcessGroup, shaping: str, parts_of: str, dtype: torch.dtype, how: str
-) -> None:
+def projects(group: dist.ProcessGroup, shaping: str, parts_of: str, dtype: torch.dtype) -> None:
     W, rank, uneven = group.size(), group.rank(), parts_of == "uneven"
     balancer, heads, ranges, x, parts, (layout, counts, rope) = problem(W, shaping, parts_of)
     rotated, rows = SHAPINGS[shaping][1], layout.positions(rank)
@@ -106,11 +103,8 @@ def projects(
             eps=EPS, rope=tables, rotated=rotated if any(rotated) else None,
         )  # fmt: skip
 
-    if how == "compiled":
-        torch._dynamo.reset()
-        run = torch.compile(run, fullgraph=True)
     before: list[Any] = []
-    for _ in range(4 if how == "planned" else 1):
+    for _ in range(4):  # the last calls are a plan's
         got = run(*mine)
         for index, (y, whole, held) in enumerate(zip(got, wholes, ranges, strict=True)):
             assert y.is_contiguous(), index
@@ -129,35 +123,26 @@ def projects(
 
 
 PLAIN: list[Any] = [
-    ("qwen3", "equal", torch.float32, "planned", 2),
-    ("mixed", "uneven", torch.bfloat16, "planned", 3),
-    ("qwen3", "empty", torch.float32, "planned", 3),
+    ("qwen3", "equal", torch.float32, 2),
+    ("mixed", "uneven", torch.bfloat16, 3),
+    ("qwen3", "empty", torch.float32, 3),
 ]
 COMBINATIONS = pairs(
     SHAPINGS,
     ("equal", "uneven", "empty"),
     (torch.float64, torch.float32, torch.bfloat16),
-    ("planned",),
     (1, 2, 3, 4),
     also=PLAIN,
 )
 
 
 @pytest.mark.parametrize(
-    ("shaping", "parts_of", "dtype", "how", "world_size"),
-    [pytest.param(*c, marks=() if c in PLAIN else exhaustive) for c in COMBINATIONS],
+    ("shaping", "parts_of", "dtype", "world_size"), some(*PLAIN, of=COMBINATIONS)
 )
 def test_projection(
-    ranks: Ranks, world_size: int, shaping: str, parts_of: str, dtype: torch.dtype, how: str
+    ranks: Ranks, world_size: int, shaping: str, parts_of: str, dtype: torch.dtype
 ) -> None:
-    ranks.run(world_size, projects, shaping, parts_of, dtype, how)
-
-
-@device.devices("cpu")
-@exhaustive
-@pytest.mark.parametrize("shaping", SHAPINGS)
-def test_compiled(ranks: Ranks, shaping: str) -> None:
-    ranks.run(2, projects, shaping, "equal", torch.float32, "compiled")
+    ranks.run(world_size, projects, shaping, parts_of, dtype)
 
 
 def modes(group: dist.ProcessGroup) -> None:
@@ -193,23 +178,6 @@ def modes(group: dist.ProcessGroup) -> None:
 @device.devices("cpu")
 def test_modes(ranks: Ranks) -> None:
     ranks.run(2, modes)
-
-
-def against_torch(group: dist.ProcessGroup) -> None:
-    """As a model of transformers computes it."""
-    x, w, norm = torch.randn(1, 3, D), torch.randn(D, 2 * E), torch.randn(E)
-    cos, sin = torch.rand(2, 1, 3, E)
-    got = symm_cp.ulysses_projection(
-        x, w, features=E, group=group, norms=norm, eps=EPS, rope=(cos, sin), rotated=True
-    )
-    y = F.rms_norm((x @ w).unflatten(2, (-1, E)), (E,), norm, EPS).transpose(1, 2)
-    first, second = y.chunk(2, -1)
-    torch.testing.assert_close(got, y * cos + torch.cat([-second, first], -1) * sin)
-
-
-@device.devices("cpu")
-def test_equals_torchs_functions(ranks: Ranks) -> None:
-    ranks.run(1, against_torch)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

@@ -59,13 +59,13 @@ def gathers(group: dist.ProcessGroup, index: int) -> None:
     dim = random.randrange(-dims, dims)
     shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
     K = shape[-1] * (W if dim % dims == dims - 1 else 1)
-    weights = [torch.randn(K, random.choice([1, 3, 8, 17])).to(dtype) for _ in range(index % 4)]
+    weights = [torch.randn(K, random.choice([0, 1, 3, 8, 17])).to(dtype) for _ in range(index % 4)]
     shards = [torch.randn(shape).to(dtype) for _ in range(W)]
     kind = random.randrange(4)
     full, expected = reference.all_gather_matmul(shards, weights, dim)
     shard = laid_out(shards[rank], group, kind)
     given = [laid_out(b, group, random.randrange(3) if kind != 3 else 0) for b in weights]
-    with tuning.forced(random.choice((*tuning.ALGORITHMS, tuning.LANES))):
+    with tuning.forced(random.choice((None, *tuning.ALGORITHMS, tuning.LANES))):
         gathered, outputs = symm_cp.all_gather_matmul(
             shard, given, gather_dim=dim, group=group, return_gathered=True
         )
@@ -81,7 +81,7 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     dtype, dims = random.choice(FLOATING), random.choice([2, 3, 4])
     dim = random.randrange(-dims, dims)
     shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
-    N = random.choice([1, 3, 8, 17])
+    N = random.choice([0, 1, 3, 8, 17])
     if dim % dims == dims - 1:
         N *= W
     else:
@@ -91,7 +91,7 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     reduce_op = random.choice(["sum", "avg"])
     expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op)[rank]
     given = laid_out(a[rank], group, random.randrange(3))
-    with tuning.forced(random.choice((*tuning.ALGORITHMS, tuning.LANES))):
+    with tuning.forced(random.choice((None, *tuning.ALGORITHMS, tuning.LANES))):
         output = symm_cp.matmul_reduce_scatter(
             given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
         )
@@ -110,7 +110,7 @@ def all_reduces(group: dist.ProcessGroup, index: int) -> None:
     bias = torch.randn(columns).to(dtype) if index % 2 else None
     reduce_op = random.choice(["sum", "avg"])
     given = laid_out(a[rank], group, random.randrange(3))
-    with tuning.forced(random.choice(tuning.ALGORITHMS)):
+    with tuning.forced(random.choice((None, *tuning.ALGORITHMS))):
         # The second op takes the forced algorithm, however few rows there are.
         outputs = [
             OPS.fused_matmul_all_reduce(given, b[rank], bias, reduce_op, name),

@@ -1,30 +1,57 @@
-"""`rwkv7`, and a recurrence of a user, against loops over positions in one process."""
+"""Linear recurrences over parts of any lengths and layouts, against loops over positions."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import symm_cp
-from symm_cp.ops.recurrent.recurrence import Summary
+from symm_cp.ops.recurrent.fragments import runs_of
+from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import pairs, some
+from tests.ops.functions import users
 
 pytestmark = device.devices("cpu", "simulated")
 
 Tensors = list[torch.Tensor]
+Results = tuple[torch.Tensor, Tensors]
+
+# --- each recurrence in one process: its output, and the states after each position -----------
+
+
+def gated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, *beta: torch.Tensor,
+    edges: Sequence[int] = (),
+) -> Results:  # fmt: skip
+    """The delta rule, or linear attention without `beta`."""
+    repeats = v.shape[2] // k.shape[2]
+    q, k = (t.repeat_interleave(repeats, 2) for t in (q, k))
+    state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
+    rows, states, decay = [], [state], g.reshape(*v.shape[:3], -1, 1).exp()
+    for t in range(v.shape[1]):
+        state = state * (0 if t in edges else decay[:, t])
+        written = v[:, t]
+        if beta:
+            missing = written - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+            written = beta[0][:, t, :, None] * missing
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
+        states.append(state)
+    return torch.stack(rows, 1), states
 
 
 def rwkv7(
     r: torch.Tensor, w: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor,
-    b: torch.Tensor, edges: Sequence[int],
-) -> tuple[torch.Tensor, Tensors]:  # fmt: skip
-    """The output and the states after each position."""
+    b: torch.Tensor, edges: Sequence[int] = (),
+) -> Results:  # fmt: skip
     state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
     rows, states = [], [state]
     for t in range(r.shape[1]):
@@ -39,8 +66,8 @@ def rwkv7(
 
 def rwkv6(
     r: torch.Tensor, w: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor,
-    edges: Sequence[int],
-) -> tuple[torch.Tensor, Tensors]:  # fmt: skip
+    edges: Sequence[int] = (),
+) -> Results:  # fmt: skip
     state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
     rows, states = [], [state]
     decay = w.reshape(*v.shape[:3], -1, 1).exp()
@@ -53,197 +80,284 @@ def rwkv6(
     return torch.stack(rows, 1), states
 
 
-def users(
-    r: torch.Tensor, w: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: torch.Tensor,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As in symm_cp/ops/README.md."""
+# --- their inputs: whole sequences of two samples, equal on all ranks; fast and slow decays ---
 
-    def summary(decay: Any, r: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Summary:
-        bonus = (r * u.to(r.dtype) * k).sum(-1, keepdim=True) * v
-        return Summary(k * decay.to_end, v, kept=(r, decay.pairs_before(r, k), bonus))
 
-    def local(
-        decay: Any, before: torch.Tensor, written: torch.Tensor, r: torch.Tensor,
-        attended: torch.Tensor, bonus: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        return (r * decay.before) @ before + attended @ written + bonus
+def unit(*shape: int) -> torch.Tensor:
+    return F.normalize(torch.randn(shape), dim=-1)
 
-    return symm_cp.recurrence(summary, local, (r, k, v), w, **options)
+
+def decays(*shape: int) -> torch.Tensor:
+    return -torch.rand(shape).mul(4).exp() / 4
+
+
+def of_gated(length: int, features: tuple[int, ...], erasing: bool) -> Tensors:
+    heads = (2, length, 4)
+    beta = [torch.rand(heads)] if erasing else []
+    q, k = unit(2, length, 2, 5), unit(2, length, 2, 5)
+    return [q, k, torch.randn(*heads, 3), decays(*heads, *features), *beta]
+
+
+def of_rwkv7(length: int) -> Tensors:
+    """`a` and `b` as the model makes them."""
+    heads = (2, length, 3)
+    r, k, key = torch.randn(*heads, 5), torch.randn(*heads, 5), unit(*heads, 5)
+    return [r, decays(*heads, 5), k, torch.randn(*heads, 4), -key, key * torch.rand(*heads, 5)]
+
+
+def of_user(length: int, features: tuple[int, ...]) -> Tensors:
+    """The last tensor is a parameter."""
+    heads = (2, length, 3)
+    r, k = torch.randn(*heads, 5), torch.randn(*heads, 5)
+    return [r, decays(*heads, *features), k, torch.randn(*heads, 4), torch.randn(5)]
 
 
 def ours(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return symm_cp.rwkv7(*tensors, scale=0.7, **options)
 
 
-def of_rwkv7(length: int, dtype: torch.dtype) -> Tensors:
-    """Fast and slow decays; `a` and `b` as the model makes them."""
-    r, k = torch.randn(2, 2, length, 3, 5)
-    v, w = torch.randn(2, length, 3, 4), -torch.rand(2, length, 3, 5).mul(4).exp() / 4
-    key = torch.nn.functional.normalize(torch.randn(2, length, 3, 5), dim=-1)
-    b = key * torch.rand(2, length, 3, 5)
-    return [t.to(dtype) for t in (r, w, k, v, -key, b)]
-
-
-def of_rwkv6(length: int, dtype: torch.dtype, by_feature: bool) -> Tensors:
-    r, w, k, v, *_ = of_rwkv7(length, dtype)
-    return [r, w if by_feature else w[..., 0], k, v, torch.randn(5).to(dtype)]
-
-
-#: A sequential loop, the function, and its tensors; the last tensor of users is a parameter.
-RULES: dict[str, tuple[Any, Any, Callable[[int, torch.dtype], Tensors]]] = {
+#: A loop, the function, and its tensors.
+RULES: dict[str, tuple[Any, Any, Callable[[int], Tensors]]] = {
+    "delta": (gated, symm_cp.gated_delta_rule, lambda n: of_gated(n, (), True)),
+    "delta, by feature": (gated, symm_cp.gated_delta_rule, lambda n: of_gated(n, (5,), True)),
+    "linear": (gated, symm_cp.gated_linear_attention, lambda n: of_gated(n, (), False)),
+    "linear, by feature": (
+        gated, symm_cp.gated_linear_attention, lambda n: of_gated(n, (5,), False)
+    ),
     "rwkv7": (rwkv7, ours, of_rwkv7),
-    "user, by feature": (rwkv6, users, lambda n, dtype: of_rwkv6(n, dtype, True)),
-    "user, by head": (rwkv6, users, lambda n, dtype: of_rwkv6(n, dtype, False)),
-}
+    "user": (rwkv6, users, lambda n: of_user(n, ())),
+    "user, by feature": (rwkv6, users, lambda n: of_user(n, (5,))),
+}  # fmt: skip
 
 
-def parts(rule: str, tensors: Tensors, rows: Any) -> Tensors:
+def parts(tensors: Tensors, rows: Any) -> Tensors:
     """A rank's part of tensors, of which the parameters are whole."""
-    count = len(tensors) if rule == "rwkv7" else 4
-    return [t[:, rows] if i < count else t for i, t in enumerate(tensors)]
+    return [t if t.dim() == 1 else t[:, rows] for t in tensors]
 
 
-def runs(
-    group: dist.ProcessGroup, rule: str, sizes: list[int], edges: Sequence[int] = (),
-    compiled: bool = False, head_tail: bool = False,
-) -> None:  # fmt: skip
+# --- against the loops ------------------------------------------------------------------------
+
+LENGTH = 23
+EDGES: dict[str, list[int]] = {"whole": [], "packed": [0, 2, 9, 9, 10, LENGTH]}
+KINDS = ("equal", "any sizes", "head-tail", "documents", "in turns", "in order")
+
+
+def layout_of(kind: str, ranks: int) -> SequenceLayout:
+    if kind == "equal":
+        return sequential(6 * ranks, ranks)
+    if kind == "any sizes":
+        sizes = ([LENGTH], [5, 18], [5, 2, 16], [3, 0, 8, 12])[ranks - 1]
+        return SequenceLayout(ranks, tuple(range(ranks)), tuple(sizes))
+    if kind == "head-tail":
+        return head_tail(LENGTH, ranks)
+    if kind == "documents":
+        lengths = [b - a for a, b in itertools.pairwise(EDGES["packed"])]
+        return symm_cp.PerDocumentHeadTail(lengths, ranks).layout
+    if kind == "in order":
+        return sequential(LENGTH, ranks)
+    # Dealt in turns, like blocks of a mask; some are empty, and rank 0 has two in a row.
+    order = [c for rank in range(ranks) for c in range(4 * ranks) if (c // 2) % ranks == rank]
+    lengths = [3, 0, 1, 2] * ranks
+    return SequenceLayout(ranks, tuple(order), (LENGTH - sum(lengths[1:]), *lengths[1:]))
+
+
+def options_of(kind: str, layout: SequenceLayout, edges: Sequence[int]) -> dict[str, Any]:
+    """The arguments that tell a function about parts and documents."""
+    told: dict[str, Any] = {"cu_seqlens": torch.tensor(edges)} if edges else {}
+    if kind not in ("equal", "any sizes"):
+        told["layout"] = layout
+    elif edges or kind == "any sizes":
+        told["sizes"] = list(layout.chunk_lengths)
+    return told
+
+
+def runs(group: dist.ProcessGroup, rule: str, kind: str, packed: str) -> None:
     rank, (loop, op, make) = group.rank(), RULES[rule]
-    whole = [t.requires_grad_() for t in make(sum(sizes), torch.float64)]
-    want, states = loop(*whole, edges)
-    balancer = symm_cp.HeadTail(sum(sizes), len(sizes)) if head_tail else None
-    starts = [sum(sizes[:r]) for r in range(len(sizes))]
-    rows = [torch.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]
-    if balancer is not None:
-        rows = [balancer.positions(r) for r in range(len(sizes))]
+    layout = layout_of(kind, group.size())
+    edges = [min(edge, layout.length) for edge in EDGES[packed]]
+    edges = edges and [*edges[:-1], layout.length]
+    whole = [t.double().requires_grad_() for t in make(layout.length)]
+    want, states = loop(*whole, edges=edges)
     weights = torch.randn_like(want)
-    ends = [int(each[-1]) + 1 if len(each) else s for each, s in zip(rows, starts, strict=True)]
-    loss = (want * weights).sum() + sum((1 + r) * states[end].sum() for r, end in enumerate(ends))
+    of_ranks = [torch.tensor(list(layout.positions(r)), dtype=int) for r in range(group.size())]
+    rows = of_ranks[rank]
+    ends = [int(each[-1]) + 1 if len(each) else None for each in of_ranks]
+    if kind == "in turns":  # the state after a rank's last position may be another rank's
+        ends = [end if end == layout.length else None for end in ends]
+    if kind == "any sizes":  # a rank without positions has the state of those before it
+        ends = [sum(layout.chunk_lengths[: r + 1]) for r in range(group.size())]
+    loss = (want * weights).sum()
+    loss = loss + sum((1 + r) * states[end].sum() for r, end in enumerate(ends) if end)
     wanted = torch.autograd.grad(loss, whole)
-    mine = [t.detach().clone().requires_grad_() for t in parts(rule, whole, rows[rank])]
-    options: dict[str, Any] = {"group": group, "chunk_size": 4}
-    if balancer is not None:
-        options["layout"] = balancer.layout
-    elif edges:
-        options["sizes"] = sizes
-    if edges:
-        options["cu_seqlens"] = torch.tensor(edges)
-
-    def layer(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return op(*args, **options)
-
-    if compiled:
-        torch._dynamo.reset()
-        layer = torch.compile(layer, fullgraph=True)
-    out, final = layer(*mine)
-    torch.testing.assert_close(out, want[:, rows[rank]])
-    torch.testing.assert_close(final, states[ends[rank]])
-    loss = (out * weights[:, rows[rank]]).sum() + (1 + rank) * final.sum()
+    mine = [t.detach().clone().requires_grad_() for t in parts(whole, rows)]
+    out, final = op(*mine, group=group, chunk_size=3, **options_of(kind, layout, edges))
+    torch.testing.assert_close(out, want[:, rows])
+    loss = (out * weights[:, rows]).sum()
+    if ends[rank] is not None:
+        torch.testing.assert_close(final, states[ends[rank]])
+        loss = loss + (1 + rank) * final.sum()
     found = torch.autograd.grad(loss, mine)
-    for grad, needed in zip(found, parts(rule, [*wanted], rows[rank]), strict=True):
+    for grad, needed in zip(found, parts([*wanted], rows), strict=True):
         if grad.dim() == 1:  # of a parameter: the ranks' sum
             dist.all_reduce(grad, group=group)
         torch.testing.assert_close(grad, needed)
-    with torch.inference_mode():  # compiled again, perhaps with other roundings
-        torch.testing.assert_close(layer(*mine)[0], out)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("sizes", some([5, 2, 9], of=[[9], [8, 8], [5, 2, 9], [3, 0, 8, 1]]))
-def test_equals_the_recurrence(ranks: Ranks, sizes: list[int], rule: str) -> None:
-    ranks.run(len(sizes), runs, rule, sizes)
-
-
-PACKED = [
-    ([9], [0, 4, 5, 9]),
-    ([8, 8], [0, 8, 16]),
-    ([5, 2, 9], [0, 3, 4, 4, 8, 13, 16]),
-    ([3, 0, 8, 1], [0, 3, 11, 12]),
+PLAIN: list[Any] = [
+    (2, "equal", "whole", "delta, by feature"),
+    (3, "any sizes", "packed", "delta"),
+    (4, "any sizes", "whole", "linear"),
+    (2, "head-tail", "whole", "delta"),
+    (3, "head-tail", "packed", "linear, by feature"),
+    (3, "in turns", "whole", "delta, by feature"),
+    (3, "any sizes", "packed", "rwkv7"),
+    (4, "equal", "whole", "user"),
+    (3, "head-tail", "packed", "user, by feature"),
 ]
+CASES = pairs((1, 2, 3, 4), KINDS, EDGES, RULES, also=PLAIN)
 
 
-@pytest.mark.parametrize("rule", some("rwkv7", of=RULES))
-@pytest.mark.parametrize(("sizes", "edges"), some(PACKED[2], of=PACKED))
-def test_packed_documents(ranks: Ranks, sizes: list[int], edges: list[int], rule: str) -> None:
-    ranks.run(len(sizes), runs, rule, sizes, edges)
-
-
-@exhaustive
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("edges", [[], [0, 5, 16]], ids=["whole", "packed"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_layouts(ranks: Ranks, rule: str, edges: list[int], world_size: int) -> None:
-    ranks.run(world_size, runs, rule, [16 // world_size] * world_size, edges, head_tail=True)
-
-
-@exhaustive
-@device.devices("cpu")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("edges", [[], [0, 5, 16]], ids=["whole", "packed"])
-def test_compiled(ranks: Ranks, rule: str, edges: list[int]) -> None:
-    ranks.run(2, runs, rule, [8, 8], edges, True)
+@pytest.mark.parametrize(("world_size", "kind", "packed", "rule"), some(*PLAIN, of=CASES))
+def test_equals_the_loop(ranks: Ranks, world_size: int, kind: str, packed: str, rule: str) -> None:
+    ranks.run(world_size, runs, rule, kind, packed)
 
 
 def other_dtypes(group: dist.ProcessGroup) -> None:
     """16-bit inputs are computed in float32: only inputs and output are rounded."""
-    for rule, (loop, op, make) in RULES.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            whole = make(12, dtype)
-            want, _ = loop(*(t.double() for t in whole), ())
-            rows = slice(6 * group.rank(), 6 * group.rank() + 6)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                out, final = op(*parts(rule, whole, rows), group=group, chunk_size=4)
-            assert (out.dtype, final.dtype) == (dtype, torch.float32)
-            eps = max(torch.finfo(dtype).eps, 100 * torch.finfo(torch.float32).eps)
-            torch.testing.assert_close(out.double(), want[:, rows], rtol=eps, atol=eps)
+    rows = slice(6 * group.rank(), 6 * group.rank() + 6)
+    for (loop, op, make), dtype in itertools.product(
+        RULES.values(), (torch.float32, torch.bfloat16)
+    ):
+        whole = [t.to(dtype) for t in make(12)]
+        want, _ = loop(*(t.double() for t in whole))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, final = op(*parts(whole, rows), group=group, chunk_size=4)
+        assert (out.dtype, final.dtype) == (dtype, torch.float32)
+        eps = max(torch.finfo(dtype).eps, 100 * torch.finfo(torch.float32).eps)
+        torch.testing.assert_close(out.double(), want[:, rows], rtol=eps, atol=eps)
 
 
 def test_dtypes_under_autocast(ranks: Ranks) -> None:
     ranks.run(2, other_dtypes)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
-    r, w, k, v, a, b = of_rwkv7(8, torch.float32)
-    named = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    good, _ = symm_cp.rwkv7(**named, group=group)
-    tensors = r, k, v
+# --- errors -----------------------------------------------------------------------------------
+
+
+def wrong_calls(group: dist.ProcessGroup) -> list[tuple[Any, type[Exception], str]]:
+    q, k, v, g, beta = of_gated(8, (), True)
+    given = {"query": q, "key": k, "value": v, "g": g, "beta": beta}
+    r, w, key, value, a, b = of_rwkv7(8)
+    named = {"r": r, "w": w, "k": key, "v": value, "a": a, "b": b}
+    layout = head_tail(16, 2)
+    unsorted = SequenceLayout(2, (3, 0, 1, 2), (4,) * 4)
+
+    def delta(**change: Any) -> Any:
+        return lambda: symm_cp.gated_delta_rule(**{**given, "group": group, **change})
+
+    def rwkv(**change: Any) -> Any:
+        return lambda: symm_cp.rwkv7(**{**named, "group": group, **change})
 
     def folds(**change: Any) -> Any:
-        given = {"summary": len, "local": len, "tensors": tensors, "g": w, **change}
-        return symm_cp.recurrence(**given, group=group)
+        rest = {"summary": len, "local": len, "tensors": (r, key, value), "g": w, **change}
+        return lambda: symm_cp.recurrence(**rest, group=group)
 
-    for run, error, text in (
-        (lambda: symm_cp.rwkv7(**{**named, "a": a[..., :3]}, group=group), ValueError,
-         r"rwkv7: a \[2, 8, 3, 3\] must be \(B, S, H, K\)"),
-        (lambda: symm_cp.rwkv7(**{**named, "v": v[:, :7]}, group=group), ValueError,
-         r"rwkv7: v \[2, 7, 3, 4\] must be"),
-        (lambda: symm_cp.rwkv7(**{**named, "b": b.long()}, group=group), TypeError,
-         "rwkv7: b is torch.int64, must be"),
-        (lambda: symm_cp.rwkv7(**{**named, "w": None}, group=group), TypeError,
-         "rwkv7: w is None, must be a tensor"),
-        (lambda: symm_cp.rwkv7(**named, group=group, chunk_size=0), ValueError,
-         "rwkv7: chunk_size=0 must be at least 1"),
-        (lambda: symm_cp.rwkv7(**named, group=group, cu_seqlens=[1, 16]), ValueError,
-         r"rwkv7: cu_seqlens \[1, 16\] must ascend from 0"),
-        (lambda: folds(local=5), TypeError, "recurrence: .*local=5 must be functions"),
-        (lambda: folds(tensors=(r, k[:, :7], v)), ValueError,
+    return [
+        (delta(key=k[..., :3]), ValueError, r"gated_delta_rule: query \[2, 8, 2, 5\] and key"),
+        (delta(value=v[:, :, :3]), ValueError, "a multiple of its heads"),
+        (delta(beta=beta[..., :3]), ValueError, r"beta \[2, 8, 3\] must be \[2, 8, 4\]"),
+        (delta(g=g[..., None].expand(-1, -1, -1, 2)), ValueError,
+         r"g \[2, 8, 4, 2\] must be \[2, 8, 4\] or \[2, 8, 4, 5\]"),
+        (delta(chunk_size=0), ValueError, "chunk_size=0 must be at least 1"),
+        (delta(cu_seqlens=[0, 9, 8]), ValueError,
+         r"cu_seqlens \[0, 9, 8\] must ascend from 0 to the 16 positions"),
+        (delta(cu_seqlens=[1, 16]), ValueError, "must ascend from 0"),
+        (delta(cu_seqlens=[0.0, 16.0]), TypeError, "of ints, or a 1-D tensor of int32 or int64"),
+        (delta(cu_seqlens=[0, 16], sizes=[9, 7]), ValueError,
+         r"sizes=\[9, 7\] must have 2 numbers, for rank"),
+        (delta(layout=head_tail(16, 4)), ValueError, "layout is of 4 ranks, the group has 2"),
+        (delta(layout=head_tail(12, 2)), ValueError, r"layout gives rank \d 6 positions, its part"),
+        (delta(layout=layout, sizes=[8, 8]), ValueError, "got sizes and layout"),
+        (delta(layout=unsorted), NotImplementedError, "must hold their chunks in ascending order"),
+        (lambda: symm_cp.gated_linear_attention(q, k, v, g[..., :3], group=group), ValueError,
+         r"gated_linear_attention: g \[2, 8, 3\] must be \[2, 8, 4\]"),
+        (rwkv(a=a[..., :3]), ValueError, r"rwkv7: a \[2, 8, 3, 3\] must be \(B, S, H, K\)"),
+        (rwkv(v=value[:, :7]), ValueError, r"rwkv7: v \[2, 7, 3, 4\] must be"),
+        (rwkv(b=b.long()), TypeError, "rwkv7: b is torch.int64, must be"),
+        (rwkv(w=None), TypeError, "rwkv7: w is None, must be a tensor"),
+        (rwkv(chunk_size=0), ValueError, "rwkv7: chunk_size=0 must be at least 1"),
+        (rwkv(cu_seqlens=[1, 16]), ValueError, r"rwkv7: cu_seqlens \[1, 16\] must ascend from 0"),
+        (folds(local=5), TypeError, "recurrence: .*local=5 must be functions"),
+        (folds(tensors=(r, key[:, :7], value)), ValueError,
          r"recurrence: tensors\[1\] \[2, 7, 3, 5\] must begin with \[2, 8, 3\]"),
-        (lambda: folds(tensors=(r, 5)), TypeError, r"recurrence: tensors\[1\] is 5"),
-        (lambda: folds(tensors=()), ValueError, "recurrence: needs tensors"),
-        (lambda: folds(), TypeError, "recurrence: "),  # `len` takes no decay
-    ):  # fmt: skip
+        (folds(tensors=(r, 5)), TypeError, r"recurrence: tensors\[1\] is 5"),
+        (folds(tensors=()), ValueError, "recurrence: needs tensors"),
+        (folds(), TypeError, "recurrence: "),  # `len` takes no decay
+    ]  # fmt: skip
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    """All ranks refuse a call, or one does and tells the others; the next call works."""
+    args = of_gated(8, (), True)
+    expected, _ = symm_cp.gated_delta_rule(*args, group=group)
+    for run, error, text in wrong_calls(group):
         with pytest.raises(error, match=text):
             run()
         with pytest.raises((error, RuntimeError), match=text):
-            run() if group.rank() == 1 else symm_cp.rwkv7(**named, group=group)
-        assert torch.equal(symm_cp.rwkv7(**named, group=group)[0], good)
-    leaf = v.clone().requires_grad_()
-    out, _ = symm_cp.rwkv7(r, w, k, leaf, a, b, group=group)
-    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(grad.sum(), leaf)
+            run() if group.rank() == 1 else symm_cp.gated_delta_rule(*args, group=group)
+        assert torch.equal(symm_cp.gated_delta_rule(*args, group=group)[0], expected)
 
 
 @device.devices("cpu")  # on other devices ranks compare only if SYMM_CP_DEBUG=1
 def test_refuses_what_it_cannot_do(ranks: Ranks) -> None:
     ranks.run(2, refuses)
+
+
+def disagree(group: dist.ProcessGroup) -> None:
+    """Parts of 8 and 4 positions, or of 8; rank 1 passes arguments with a user's mistake."""
+    rank = group.rank()
+    whole = of_gated(12, (), True)
+    mine, args = [t.split([8, 4], 1)[rank] for t in whole], of_gated(8, (), True)
+    right: dict[str, Any] = {"cu_seqlens": [0, 4, 12], "sizes": [8, 4]}
+    layout, other = head_tail(16, 2), SequenceLayout(2, (0, 3, 1, 2), (4, 3, 5, 4))
+
+    def works(mine: Tensors) -> None:
+        dist.barrier(group)
+        out, _ = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **right)
+        want = gated(*whole, edges=[0, 4, 12])[0].split([8, 4], 1)[rank]
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+    for given, told, mistake in (
+        (mine, right, {"cu_seqlens": [0, 4, 8]}),  # no sizes: two parts of 4 would be as long
+        (mine, right, {"cu_seqlens": [0, 5, 12], "sizes": [8, 4]}),
+        (mine, right, {}),
+        (args, {"layout": layout}, {}),
+        (args, {"layout": layout}, {"layout": other}),
+    ):
+        options = mistake if rank == 1 else told
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            symm_cp.gated_delta_rule(*given, group=group, chunk_size=4, **options)
+        works(mine)
+    op = symm_cp.gated_delta_rule if rank else symm_cp.gated_linear_attention
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        op(*mine[: 4 + rank], group=group, chunk_size=4, **right)
+    works(mine)
+
+
+@device.devices("cpu")
+def test_ranks_that_disagree(ranks: Ranks) -> None:
+    ranks.run(2, disagree)
+
+
+def test_sweeps() -> None:
+    """Head-tail takes two sweeps, documents two each, parts in rank order one."""
+    for ranks in range(1, 9):
+        for layout, sweeps in (
+            (head_tail(64, ranks), 2),
+            (sequential(64, ranks), 1),
+            (symm_cp.PerDocumentHeadTail([64, 32, 16], ranks).layout, 6),
+        ):
+            runs = runs_of(list(layout.chunk_order), list(layout.chunk_lengths), ranks)
+            assert runs[-1].sweep + 1 == sweeps
+            ends = [run.start + run.length for run in runs]
+            assert [run.start for run in runs] == [0, *ends[:-1]]

@@ -22,7 +22,8 @@ from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import pairs, some
-from tests.ops.test_small_matmuls import lengths, python_calls
+from tests.ops.calls import python_calls
+from tests.ops.test_small_matmuls import lengths
 
 OPS = torch.ops.symm_mem
 E4 = torch.float8_e4m3fn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -118,52 +117,6 @@ def test_runs_have_the_same_bits(ranks: Ranks) -> None:
     ranks.run(3, same_bits)
 
 
-def second_derivatives(group: dist.ProcessGroup, matrices: bool) -> None:
-    W, rank = group.size(), group.rank()
-    states, factors = given(W, [2, 3, 2], [2, 3, 3] if matrices else [2, 3, 1], torch.float64)
-
-    def twice(
-        run: Callable[[Tensors, Tensors], Tensors], states: Tensors, factors: Tensors
-    ) -> tuple[torch.Tensor, ...]:
-        leaves = [*states, *factors]
-        loss = sum((t**3).sum() for t in run(states, factors))
-        first = torch.autograd.grad(
-            loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        again = sum((g**2).sum() for g in first)
-        return torch.autograd.grad(again, leaves, allow_unused=True, materialize_grads=True)
-
-    want = twice(lambda s, f: scanned(s, f, matrices=matrices, reverse=False), states, factors)
-    own = [mine(states, rank, torch.float64)], [mine(factors, rank, torch.float64)]
-    got = twice(lambda s, f: [scan(s[0], f[0], matrices, group=group)], *own)
-    torch.testing.assert_close(got, (want[rank], want[W + rank]))
-
-
-@pytest.mark.parametrize("matrices", [True, False])
-def test_second_derivatives(ranks: Ranks, matrices: bool) -> None:
-    ranks.run(3, second_derivatives, matrices)
-
-
-def compiles(group: dist.ProcessGroup) -> None:
-    torch._dynamo.reset()
-    states, factors = given(group.size(), [2, 3, 4], [2, 3, 3], torch.float32)
-    own = [mine(t, group.rank(), torch.float32) for t in (states, factors)]
-
-    def layer(state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return symm_cp.scan_states(state * 2, transition=factor, group=group) * 3
-
-    results = []
-    for function in (layer, torch.compile(layer, fullgraph=True)):
-        out = function(*own)
-        results.append((out, *torch.autograd.grad(out.square().sum(), own)))
-    torch.testing.assert_close(*results)
-
-
-@exhaustive
-def test_compiled(ranks: Ranks) -> None:
-    ranks.run(2, compiles)
-
-
 def refuses(group: dist.ProcessGroup) -> None:
     state, matrix = torch.zeros(2, 3, 4), torch.zeros(2, 3, 3)
     with pytest.raises(ValueError, match=r"exactly one of decay and transition .* neither"):
@@ -213,12 +166,3 @@ def fails_in_the_middle(group: dist.ProcessGroup) -> None:
 @device.devices("cpu")
 def test_calls_after_a_failure(ranks: Ranks) -> None:
     ranks.run(4, fails_in_the_middle)
-
-
-def passes_opcheck(group: dist.ProcessGroup) -> None:
-    state, matrix = (torch.randn(2, 3, n, requires_grad=True) for n in (4, 3))
-    torch.library.opcheck(OPS.scan_states.default, (state, matrix, True, False, group.group_name))
-
-
-def test_opcheck(ranks: Ranks) -> None:
-    ranks.run(1, passes_opcheck)

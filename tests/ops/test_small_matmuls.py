@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import tuning
 from symm_cp.testing import Ranks
-from tests.exhaustive import pairs, some
+from tests.exhaustive import some
 
 OPS = torch.ops.symm_mem
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,170 +16,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
-def gathered(group: dist.ProcessGroup, shard: torch.Tensor, dim: int) -> torch.Tensor:
-    """The concatenated tensors of all ranks, whose shapes differ along `dim` only."""
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, shard, group=group)
-    return torch.cat(parts, dim)
-
-
-def summed(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, tensor.double(), group=group)
-    return torch.stack(parts).sum(0)
-
-
 def lengths(group: dist.ProcessGroup, uneven: bool) -> list[int]:
-    return [2 + (r * 2) % 3 if uneven else 3 for r in range(group.size())]
-
-
-def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    near = NEAR[actual.dtype]
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=near, atol=near)
-
-
-def python_calls(run: Callable[[], object]) -> list[str]:
-    """The functions of this project that run in a call."""
-    seen: list[str] = []
-
-    def on_call(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "symm_cp" in frame.f_code.co_filename:
-            seen.append(frame.f_code.co_name)
-
-    sys.setprofile(on_call)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
-def same_as_dense(
-    group: dist.ProcessGroup, dtype: torch.dtype, dim: int, uneven: bool, seed: int
-) -> None:
-    """Each op at once, by shards and whole."""
-    torch.manual_seed(seed)
-    sizes = lengths(group, uneven)
-    own, total, last = sizes[group.rank()], sum(sizes), dim == 2
-    shape = [2, 3, 5]
-    shape[dim] = own
-    inner = total if last else 5
-    weights = [torch.randn(inner, n).to(dtype) for n in (4, 1)]
-    torch.manual_seed(seed + 1 + group.rank())
-    shard = torch.randn(shape).to(dtype)
-    given = sizes if uneven else None
-
-    whole = gathered(group, shard, dim).double()
-    for algorithm in (None, "shards", "whole"):
-        with tuning.forced(algorithm):
-            got, products = symm_cp.all_gather_matmul(
-                shard, weights, gather_dim=dim, group=group, return_gathered=True, sizes=given
-            )
-        assert torch.equal(got.double(), whole), algorithm
-        for product, weight in zip(products, weights, strict=True):
-            assert_near(product, whole @ weight.double())
-
-    # A whole tensor that is scattered along `dim` of the product.
-    shape = [2, 3, 5]
-    columns = total if last else 4
-    if not last:
-        shape[dim] = total
-    a, b = torch.randn(shape).to(dtype), torch.randn(5, columns).to(dtype)
-    product = summed(group, a.double() @ b.double())
-    begin = sum(sizes[: group.rank()])
-    part = product.narrow(dim, begin, own)
-    for algorithm in (None, "shards"):
-        for reduce_op in ("sum", "avg"):
-            with tuning.forced(algorithm):
-                scattered = symm_cp.matmul_reduce_scatter(
-                    a, b, scatter_dim=dim, reduce_op=reduce_op, group=group, sizes=given
-                )
-            assert scattered.is_contiguous()
-            # Partial sums of 16 bits are rounded once more on each rank.
-            near = NEAR[dtype] * 2 * group.size()
-            expected = part / (group.size() if reduce_op == "avg" else 1)
-            torch.testing.assert_close(scattered, expected.to(dtype), rtol=near, atol=near)
-
-
-CASES = [
-    (2, torch.float32, 0, False),
-    (2, torch.bfloat16, 1, True),
-    (3, torch.float32, 2, True),
-]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "dim", "uneven"),
-    some(*CASES, of=pairs((1, 2, 3, 4), DTYPES, (0, 1, 2), (False, True), also=CASES)),
-)
-def test_results(ranks: Ranks, world_size: int, dtype: torch.dtype, dim: int, uneven: bool) -> None:
-    ranks.run(world_size, same_as_dense, dtype, dim, uneven, random.randrange(1 << 30))
-
-
-def gradients(group: dist.ProcessGroup, dim: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    size, last = group.size(), dim == 1
-    weight = torch.randn(3 * size if last else 4, 5, requires_grad=True)
-    down = torch.randn(5, 4 * size if last else 4, requires_grad=True)
-    torch.manual_seed(seed + 1 + group.rank())
-    shard = torch.randn((2, 3) if last else (3, 4), requires_grad=True)
-    found = {}
-    for algorithm in (None, "shards"):
-        with tuning.forced(algorithm):
-            hidden = symm_cp.all_gather_matmul(shard, weight, gather_dim=dim, group=group)
-            out = symm_cp.matmul_reduce_scatter(hidden.sin(), down, scatter_dim=dim, group=group)
-            loss = (out * torch.arange(out.numel()).view_as(out)).sum()
-            found[algorithm] = torch.autograd.grad(loss, (shard, weight, down))
-    for at_once, by_shards in zip(found[None], found["shards"], strict=True):
-        torch.testing.assert_close(at_once, by_shards, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-@pytest.mark.parametrize("dim", [0, 1])
-def test_gradients(ranks: Ranks, world_size: int, dim: int) -> None:
-    ranks.run(world_size, gradients, dim, random.randrange(1 << 30))
-
-
-def without_python(group: dist.ProcessGroup) -> None:
-    size, name = group.size(), group.group_name
-    x, w = torch.randn(4, 6), torch.randn(6, 5)
-    a = torch.randn(4 * size, 6)
-    grads = torch.randn(4 * size, 5)
-    calls: list[Callable[[], object]] = [
-        lambda: OPS.fused_all_gather_matmul(x, [w], 0, name),
-        lambda: OPS.fused_matmul_reduce_scatter(a, w, "sum", 0, name),
-        lambda: OPS._fused_matmuls_reduce_scatter([a], [w], None, "sum", 0, name),
-        lambda: OPS._fused_all_gather_weight_grad(x, [grads], 0, name),
-        lambda: OPS._fused_matmul_reduce_scatter_backward(
-            torch.randn(4, 5), a, w, "sum", 0, name, True, True
-        ),
-    ]
-    for index, call in enumerate(calls):
-        for _ in range(3):
-            call()
-        assert python_calls(call) == [], index
-    leaf, weight, wide = (t.clone().requires_grad_() for t in (x, w, a))
-    both: list[Callable[[], torch.Tensor]] = [
-        lambda: OPS.fused_all_gather_matmul(leaf, [weight], 0, name)[1][0],
-        lambda: OPS.fused_matmul_reduce_scatter(wide, weight, "sum", 0, name),
-    ]
-    for index, run in enumerate(both):
-        for _ in range(3):
-            run().sum().backward()
-        assert python_calls(lambda run=run: run().sum().backward()) == [], index
-    # The entry points check their arguments, and name the group.
-    for entry in (
-        lambda: symm_cp.all_gather_matmul(x, w, group=group),
-        lambda: symm_cp.matmul_reduce_scatter(a, w, group=group),
-    ):
-        for _ in range(3):
-            entry()
-        seen = python_calls(entry)
-        assert len(seen) <= 12, seen
-
-
-def test_nothing_of_python_runs_between_call_and_result(ranks: Ranks) -> None:
-    ranks.run(2, without_python)
+    return [(2, 0, 3, 1)[r] if uneven else 3 for r in range(group.size())]
 
 
 def other_columns(group: dist.ProcessGroup) -> None:

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.cuda.plans import refusals
 from symm_cp.testing import Ranks
 from tests import attention_reference, device
 from tests.attention_reference import Problem
 from tests.device import devices
-from tests.exhaustive import exhaustive, pairs, some
-from tests.ops.test_small_matmuls import python_calls
+from tests.exhaustive import pairs, some
 from tests.ops.test_spread_cache import Case, problem_of
 
 pytestmark = devices("cpu", "simulated", "cuda")
@@ -36,6 +34,7 @@ CASES = {
     "no query": Case(20, 0, heads=(12, 4)),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+PLAIN = [("tokens", torch.bfloat16, 2), ("sinks, scale", torch.float32, 3)]
 
 
 def given(
@@ -63,7 +62,7 @@ def given(
 
 
 def trained(
-    group: dist.ProcessGroup, case: Case, problems: list[Problem], how: str
+    group: dist.ProcessGroup, case: Case, problems: list[Problem]
 ) -> tuple[torch.Tensor, ...]:
     """This rank's results, its positions, and its gradients."""
     tensors, options, own = given(group, case, problems)
@@ -72,25 +71,19 @@ def trained(
     def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return symm_cp.spread_cache_attention(**dict(zip(names, inputs, strict=True)), **options)
 
-    run = attend
-    if how == "compiled":
-        torch._dynamo.reset()
-        run = torch.compile(attend, fullgraph=True)
     grad_out = torch.cat([p.grad_out for p in problems]).to(case.dtype).chunk(W, 1)[rank]
     grad_lse = torch.cat([p.grad_lse for p in problems if p.grad_lse is not None])
     inputs = list(tensors.values())
     found: list[Any] = []
-    for _ in range(4 if how == "planned" else 1):
-        out, lse = run(*inputs)
+    for _ in range(4):  # the last calls are a plan's
+        out, lse = attend(*inputs)
         seen = torch.where(lse == -torch.inf, 0.0, lse)
         sent = grad_lse.chunk(W, 1)[rank].to(lse.dtype)
         grads = torch.autograd.grad((out, seen), inputs, (grad_out, sent))
         before, found = found, [out.detach(), lse.detach(), own, *grads]
         assert all(map(torch.equal, before, found))
     with torch.inference_mode():
-        assert torch.equal(run(*inputs)[0], found[0])
-    if how == "compiled":
-        torch._dynamo.reset()
+        assert torch.equal(attend(*inputs)[0], found[0])
     assert all(t.is_contiguous() for t in found[:2])
     return tuple(found)
 
@@ -134,65 +127,14 @@ def compare(case: Case, problems: list[Problem], results: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "world_size"),
-    [
-        pytest.param(*combination, marks=() if combination in plain else exhaustive)
-        for plain in [[("tokens", torch.bfloat16, 2), ("sinks, scale", torch.float32, 3)]]
-        for combination in pairs(CASES, DTYPES, (1, 2, 3, 4), also=plain)
-    ],
+    some(*PLAIN, of=pairs(CASES, DTYPES, (1, 2, 3, 4), also=PLAIN)),
 )
 def test_equals_dense_attention(
     ranks: Ranks, name: str, dtype: torch.dtype, world_size: int
 ) -> None:
     case = replace(CASES[name], dtype=dtype)
     problems = problems_of(case)
-    compare(case, problems, ranks.run(world_size, trained, case, problems, "planned"))
-
-
-@devices("cpu")
-@exhaustive
-@pytest.mark.parametrize("name", ["tokens", "window, padded", "sinks, scale"])
-def test_compiled(ranks: Ranks, name: str) -> None:
-    problems = problems_of(CASES[name])
-    compare(CASES[name], problems, ranks.run(2, trained, CASES[name], problems, "compiled"))
-
-
-def without_python(group: dist.ProcessGroup) -> None:
-    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 40, 8)
-    at = torch.arange(40)
-    run = torch.ops.symm_mem.spread_cache_attention_scattered
-    for options in ((), (None, at, 39)):
-
-        def call(options: Any = options) -> Any:
-            return run(q, k, k, group.group_name, *options)
-
-        call()
-        call()
-        assert python_calls(call) == [], refusals()
-
-
-@devices("cpu")
-def test_the_third_call_runs_without_python(ranks: Ranks) -> None:
-    ranks.run(2, without_python)
-
-
-def modes(group: dist.ProcessGroup) -> None:
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6 + group.rank(), 8)
-
-    def attend(query: torch.Tensor, key: torch.Tensor = k) -> torch.Tensor:
-        return symm_cp.spread_cache_attention(query, key, key, group=group, scatter_heads=True)[0]
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        casted = attend(q)
-    assert torch.equal(casted, attend(q.bfloat16(), k.bfloat16()))
-    with torch.no_grad():
-        assert not attend(q.requires_grad_()).requires_grad
-    with torch.inference_mode():
-        assert torch.equal(attend(q), attend(q.detach()))
-
-
-@devices("cpu")
-def test_modes(ranks: Ranks) -> None:
-    ranks.run(2, modes)
+    compare(case, problems, ranks.run(world_size, trained, case, problems))
 
 
 def refused(group: dist.ProcessGroup) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.group.memory import resolve
@@ -26,7 +25,8 @@ from tests import device
 from tests.exhaustive import exhaustive, some
 from tests.ops import test_attention_options as by_keys
 from tests.ops import test_flex_attention as flex
-from tests.ops.test_attention_options import Case, combined, layouts, positions
+from tests.ops.attention_cases import Case, layouts, positions, run, run_all
+from tests.ops.test_attention_options import combined, made
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 ULYSSES = Method("ulysses")
@@ -71,27 +71,31 @@ HEADS: list[dict[str, int]] = [
 ]
 
 
+def by_heads(group: dist.ProcessGroup, cases: list[Case], seed: int) -> None:
+    run_all(group, [replace(case, options={"method": "ulysses"}) for case in cases], seed)
+
+
 def each(world_size: int) -> list[Case]:
     """Every option with every mask, in turn with each layout and numbers of heads."""
     turns = itertools.cycle(itertools.product(layouts(world_size), HEADS))
     found = []
     for option, mask in itertools.product([{}, *by_keys.OPTIONS], by_keys.MASKS):
         layout, heads = next(turns)
-        found.append(Case(layout, **{**mask, **option, **heads}))
+        found.append(made(layout, **{**mask, **option, **heads}))
     return found
 
 
 @ON_DEVICES
 def test_options(ranks: Ranks) -> None:
     seed = int(torch.randint(1 << 30, ()))
-    ranks.run(3, by_keys.run_all, random.sample(each(3), 6), seed, method="ulysses")
+    ranks.run(3, by_heads, random.sample(each(3), 6), seed)
 
 
 @exhaustive
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_each_option_with_each_mask(ranks: Ranks, world_size: int) -> None:
     seed = int(torch.randint(1 << 30, ()))
-    ranks.run(world_size, by_keys.run_all, each(world_size), seed, method="ulysses")
+    ranks.run(world_size, by_heads, each(world_size), seed)
 
 
 @ON_DEVICES
@@ -104,7 +108,7 @@ def test_combinations(ranks: Ranks, world_size: int) -> None:
         for layout in layouts(world_size)
         for _ in range(4)
     ]
-    ranks.run(world_size, by_keys.run_all, cases, seed, method="ulysses")
+    ranks.run(world_size, by_heads, cases, seed)
 
 
 @exhaustive
@@ -114,13 +118,13 @@ def test_many_rows(ranks: Ranks, world_size: int) -> None:
     layout = head_tail(600, world_size)
     options = {"softcap": 2.0, "sinks": True, "bias": True, "dropout_p": 0.2, "with_lse": True}
     cases = [
-        Case(layout, batch=1, heads=4, dtype=dtype, causal=True, features=16, **more)
+        made(layout, batch=1, heads=4, dtype=dtype, causal=True, features=16, **more)
         for dtype, more in itertools.product(
             (torch.float32, torch.bfloat16),
             ({**options, "value_features": 24}, {"left": 100}, {"kv_heads": 1, "with_lse": True}),
         )
     ]
-    ranks.run(world_size, by_keys.run_all, cases, int(torch.randint(1 << 30, ())), method="ulysses")
+    ranks.run(world_size, by_heads, cases, int(torch.randint(1 << 30, ())))
 
 
 @exhaustive
@@ -132,16 +136,16 @@ def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
     same = sequential(11 * W + 2, W)  # the keys' sequence, spread differently
     heads = {"heads": 4, "kv_heads": 2}
     cases = [
-        Case(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0, **heads),
-        Case(keys, uneven, padded=True, with_lse=True, **heads),
-        Case(keys, uneven, causal=True, left=5, **heads),
-        Case(keys, same, causal=True, bias=True, **heads),
-        Case(keys, same, causal=True, **heads),
-        Case(same, keys, left=3, dropout_p=0.3, **heads),
-        Case(sequential(0, W), uneven, sinks=True, with_lse=True, **heads),
-        Case(keys, sequential(0, W), sinks=True, with_lse=True, **heads),
+        made(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0, **heads),
+        made(keys, uneven, padded=True, with_lse=True, **heads),
+        made(keys, uneven, causal=True, left=5, **heads),
+        made(keys, same, causal=True, bias=True, **heads),
+        made(keys, same, causal=True, **heads),
+        made(same, keys, left=3, dropout_p=0.3, **heads),
+        made(sequential(0, W), uneven, sinks=True, with_lse=True, **heads),
+        made(keys, sequential(0, W), sinks=True, with_lse=True, **heads),
     ]
-    ranks.run(world_size, by_keys.run_all, cases, int(torch.randint(1 << 30, ())), method="ulysses")
+    ranks.run(world_size, by_heads, cases, int(torch.randint(1 << 30, ())))
 
 
 def cross(group: dist.ProcessGroup) -> None:
@@ -192,7 +196,7 @@ def mixed(group: dist.ProcessGroup, seed: int) -> None:
         for layout in layouts(4):
             case = combined(layout, chosen)
             case = replace(case, **chosen.choice(HEADS[:3]))
-            by_keys.run(whole, case, chosen.randrange(1 << 30), **method.as_options())
+            run(whole, replace(case, options=method.as_options()), chosen.randrange(1 << 30))
         for _, case in itertools.islice(flex.masks(), 0, None, 5):
             balancer = flex.HeadTail(case.visible.shape[2], 4)
             shape = (case.visible.shape[0], 4, 2, 8)
@@ -233,7 +237,7 @@ def grouped(group: dist.ProcessGroup, seed: int) -> None:
     with mock.patch.object(ulysses, "_groups", return_value=3):
         for layout in layouts(W):
             case = replace(combined(layout, chosen), **chosen.choice(heads))
-            by_keys.run(group, case, seed, method="ulysses")
+            by_heads(group, [case], seed)
         for cases in (by_head(), itertools.islice(flex.scores(), 0, None, 3)):
             for _, case in cases:
                 balancer, shape = flex.HeadTail(case.visible.shape[2], W), (2, 4, 4, 8)
@@ -347,77 +351,3 @@ def test_a_rank_of_a_mesh_tells_all_others(ranks: Ranks) -> None:
 
 
 # --- modes -----------------------------------------------------------------------------------
-
-
-def modes(group: dist.ProcessGroup) -> None:
-    inputs, options = by_keys.all_options(group)
-
-    def attend(*args: torch.Tensor) -> torch.Tensor:
-        q, k, v, sinks, bias = args
-        out, lse = OP(
-            q, k, v, group.group_name, sinks=sinks, bias=bias, method="ulysses", **options
-        )
-        return out.square().sum() + lse.nan_to_num(neginf=0).sum()
-
-    expected = attend(*inputs)
-    grads = torch.autograd.grad(expected, inputs)
-    with torch.inference_mode():
-        assert torch.equal(attend(*inputs), expected)
-    with torch.no_grad():
-        assert torch.equal(attend(*inputs), expected)
-    again = checkpoint(attend, *inputs, use_reentrant=False)
-    assert all(map(torch.equal, torch.autograd.grad(again, inputs), grads))
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert all(map(torch.equal, torch.autograd.grad(attend(*inputs), inputs), grads))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = attend(*inputs)
-    assert [t.dtype for t in torch.autograd.grad(low, inputs)] == [torch.float32] * 5
-    first = torch.autograd.grad(attend(*inputs), inputs, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(first[0].sum(), inputs)
-
-
-def test_modes_of_the_caller(ranks: Ranks) -> None:
-    ranks.run(2, modes)
-
-
-def compiled(group: dist.ProcessGroup, backend: str) -> None:
-    torch._dynamo.reset()
-    inputs, options = by_keys.all_options(group)
-
-    def attend(*args: torch.Tensor) -> torch.Tensor:
-        q, k, v, sinks, bias = args
-        out, lse = OP(
-            q, k, v, group.group_name, sinks=sinks, bias=bias, method="ulysses", **options
-        )
-        return out.sin().sum() + lse.nan_to_num(neginf=0).sum()
-
-    fast = torch.compile(attend, backend=backend, fullgraph=True)
-    expected = torch.autograd.grad(attend(*inputs), inputs)
-    torch.testing.assert_close(torch.autograd.grad(fast(*inputs), inputs), expected)
-
-
-@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
-def test_compiled(ranks: Ranks, backend: str) -> None:
-    ranks.run(2, compiled, backend)
-
-
-def differentiates(group: dist.ProcessGroup) -> None:
-    q, k, v = (torch.randn(1, n, 5, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
-
-    def attend(*args: torch.Tensor) -> Any:
-        return OP(*args, group.group_name, enable_gqa=True, is_causal=True, method="ulysses")
-
-    assert torch.autograd.gradcheck(attend, (q, k, v))
-    torch.library.opcheck(
-        OP.default,
-        (q, k, v, group.group_name),
-        {"enable_gqa": True, "is_causal": True, "method": "ulysses"},
-    )
-
-
-def test_gradients_are_those_of_finite_differences_and_the_op_is_well_formed(ranks: Ranks) -> None:
-    ranks.run(1, differentiates)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,7 @@ from symm_cp import tuning
 from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import reference
-from tests.exhaustive import some
-from tests.ops.test_fake import CHECKS, compare
+from tests.ops.test_fake import compare
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn
@@ -46,7 +43,7 @@ def shape_with(shape: tuple[int, ...], dim: int, length: int) -> list[int]:
 
 def gathers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
-    for shape, algorithm in itertools.product([(3, 4), (2, 3, 4)], tuning.ALGORITHMS):
+    for shape, algorithm in itertools.product([(3, 4), (2, 3, 4)], (None, *tuning.ALGORITHMS)):
         for dim in range(len(shape)):
             for split in splits(W, dim):
                 whole = torch.randn(shape_with(shape, dim, split.length)).to(dtype)
@@ -78,7 +75,7 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int, dtype: torch.dtype) ->
 def scatters(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
     for shape, algorithm, op in itertools.product(
-        [(3, 4), (2, 3, 4)], tuning.ALGORITHMS, ("sum", "avg")
+        [(3, 4), (2, 3, 4)], (None, *tuning.ALGORITHMS), ("sum", "avg")
     ):
         for dim in range(len(shape)):
             for split in splits(W, dim):
@@ -129,203 +126,8 @@ def test_columns_that_do_not_divide(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, many_columns)
 
 
-def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    summed = grad.clone()
-    dist.all_reduce(summed, group=group)
-    return summed
-
-
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
-
-
-def gather_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    algorithms = itertools.cycle((*tuning.ALGORITHMS, tuning.ALGORITHMS[1]))
-    for dim, used in itertools.product(range(3), ((0, 1), (1,), ())):
-        for split in splits(W, dim):
-            whole = torch.randn(shape_with((2, 3, 4), dim, split.length)).double()
-            weights = [torch.randn(whole.shape[-1], n).double() for n in (3, 2)]
-            probes = [
-                [torch.randn(*whole.shape[:-1], n).double() for n in (3, 2)] for _ in range(W)
-            ]
-            kept = [torch.randn_like(whole) for _ in range(W)]
-            dense, dense_weights = leaf(whole), [leaf(w) for w in weights]
-            loss: Any = sum((dense * kept[r]).sum() for r in range(W))
-            for r, i in itertools.product(range(W), used):
-                loss = loss + ((dense @ dense_weights[i]) * probes[r][i]).sum()
-            loss.backward()
-            shard, own = leaf(split.of(rank, whole)), [leaf(w) for w in weights]
-            with tuning.forced(next(algorithms)):
-                gathered, outputs = symm_cp.all_gather_matmul(
-                    shard, own, gather_dim=dim, group=group, return_gathered=True,
-                    sizes=split.sizes,
-                )  # fmt: skip
-                loss = (gathered * kept[rank]).sum()
-                for i in used:
-                    loss = loss + (outputs[i] * probes[rank][i]).sum()
-                loss.backward()
-            torch.testing.assert_close(shard.grad, split.of(rank, dense.grad))
-            for i in used:
-                torch.testing.assert_close(total(own[i].grad, group), dense_weights[i].grad)
-
-
-@WORLD_SIZES
-def test_gradients_of_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gather_gradients)
-
-
-def scatter_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    algorithms = itertools.cycle((*tuning.ALGORITHMS, tuning.ALGORITHMS[1]))
-    for dim, op in itertools.product(range(3), ("sum", "avg")):
-        for split in splits(W, dim):
-            rows = [2, 3, 4] if dim == 2 else shape_with((2, 3, 4), dim, split.length)
-            columns = split.length if dim == 2 else 5
-            a = [leaf(torch.randn(rows).double()) for _ in range(W)]
-            b = [leaf(torch.randn(4, columns).double()) for _ in range(W)]
-            product = sum(x @ w for x, w in zip(a, b, strict=True))
-            probe = torch.randn(product.shape).double()
-            ((product / (W if op == "avg" else 1)) * probe).sum().backward()
-            for need_a, need_b in ((True, True), (True, False), (False, True)):
-                own_a = a[rank].detach().clone().requires_grad_(need_a)
-                own_b = b[rank].detach().clone().requires_grad_(need_b)
-                with tuning.forced(next(algorithms)):
-                    output = symm_cp.matmul_reduce_scatter(
-                        own_a, own_b, scatter_dim=dim, reduce_op=op, group=group, sizes=split.sizes
-                    )
-                    (output * split.of(rank, probe)).sum().backward()
-                if need_a:
-                    torch.testing.assert_close(own_a.grad, a[rank].grad)
-                if need_b:
-                    torch.testing.assert_close(own_b.grad, b[rank].grad)
-
-
-@WORLD_SIZES
-def test_gradients_of_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scatter_gradients)
-
-
-def twice(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Second derivatives that depend on everything."""
-    loss: Any = sum((out + 0.3 * out**3).sum() for out in outputs)
-    first = torch.autograd.grad(loss, inputs, create_graph=True)
-    return list(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
-
-
-def second_derivatives(group: dist.ProcessGroup) -> None:
-    """Every rank computes the dense reference of all ranks by itself."""
-    W, rank = group.size(), group.rank()
-    for dim in (0, 1):
-        split = Split(tuple(1 + 2 * (r % 2) for r in range(W)), dim)
-        length = split.length
-        whole = [torch.randn(shape_with((3, 4), dim, length)).double() for _ in range(W)]
-        inner = length if dim == 1 else 4
-        weights = [torch.randn(inner, 2).double() for _ in range(W)]
-
-        def dense_gather(*inputs: torch.Tensor, dim: int = dim, W: int = W) -> list[torch.Tensor]:
-            full = torch.cat(inputs[:W], dim)
-            return [out for w in inputs[W:] for out in (full, full @ w)]
-
-        shards = [leaf(split.of(r, whole[0])) for r in range(W)]
-        leaves = [leaf(w) for w in weights]
-        expected = twice(dense_gather(*shards, *leaves), [*shards, *leaves])
-        own = [leaf(shards[rank]), leaf(weights[rank])]
-        full, (out,) = OPS._all_gather_matmul_split(
-            own[0], [own[1]], dim, group.group_name, list(split.sizes), rank
-        )
-        got = twice([full, out], own)
-        torch.testing.assert_close(got, [expected[rank], expected[W + rank]])
-
-        rows = 3 if dim == 1 else length
-        a = [leaf(torch.randn(rows, 4).double()) for _ in range(W)]
-        b = [leaf(torch.randn(4, length if dim == 1 else 2).double()) for _ in range(W)]
-        product = sum(x @ w for x, w in zip(a, b, strict=True)) / W
-        expected = twice([product], [*a, *b])
-        own = [leaf(a[rank]), leaf(b[rank])]
-        out = symm_cp.matmul_reduce_scatter(
-            *own, scatter_dim=dim, reduce_op="avg", group=group, sizes=split.sizes
-        )
-        torch.testing.assert_close(twice([out], own), [expected[rank], expected[W + rank]])
-
-
-@WORLD_SIZES
-def test_second_derivatives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, second_derivatives)
-
-
 def float8(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).clamp(-4, 4).to(FLOAT8)
-
-
-def scaled(group: dist.ProcessGroup) -> None:
-    for algorithm in (None, "shards"):
-        with tuning.forced(algorithm):
-            scaled_by_one_algorithm(group)
-
-
-def scaled_by_one_algorithm(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    for shape, dtype in itertools.product([(3, 32), (2, 3, 32)], (torch.float32, FLOAT8)):
-        for dim in range(len(shape)):
-            last = dim == len(shape) - 1
-            for split in splits(W, dim):
-                if last:  # torch's kernel takes a multiple of 16 columns
-                    sizes = [3 * r + 1 for r in range(W)]
-                    split = Split((*sizes[:-1], 32 - sum(sizes[:-1])), dim)
-                whole = float8(*shape_with(shape, dim, split.length))
-                shards = [split.of(r, whole) for r in range(W)]
-                weights = [float8(n, whole.shape[-1]).t() for n in (16, 32)]
-                w_scales = [torch.rand(1, 16) + 0.5, torch.tensor(1.5)]
-                biases = [None, torch.randn(32)]
-                by_row = torch.rand(*whole.shape[:-1], 1) + 0.5
-                own_rows = by_row if last else split.of(rank, by_row)
-                for scale in (torch.tensor(0.5), torch.tensor([0.5]), own_rows, by_row):
-                    full_scale = scale if scale.numel() == 1 and scale.dim() < 2 else by_row
-                    _, expected = reference.scaled_all_gather_matmul(
-                        shards, full_scale, weights, w_scales, dim, biases
-                    )
-                    gathered, outputs = symm_cp.scaled_all_gather_matmul(
-                        shards[rank], weights, scale, w_scales, gather_dim=dim, group=group,
-                        bias=biases, out_dtype=torch.float32, sizes=split.sizes,
-                    )  # fmt: skip
-                    assert torch.equal(gathered.float(), whole.float())
-                    for output, exact in zip(outputs, expected, strict=True):
-                        exact.check(output)
-                scatters_scaled(group, shape, dim, split, dtype)
-
-
-def scatters_scaled(
-    group: dist.ProcessGroup, shape: tuple[int, ...], dim: int, split: Split, dtype: torch.dtype
-) -> None:
-    W, rank = group.size(), group.rank()
-    last = dim == len(shape) - 1
-    rows = shape if last else shape_with(shape, dim, split.length)
-    columns = split.length if last else 16
-    a, b = [float8(*rows) for _ in range(W)], [float8(columns, 32).t() for _ in range(W)]
-    a_scales = [torch.rand(*rows[:-1], 1) + 0.5 for _ in range(W)]
-    b_scales = [torch.rand(1, columns) + 0.5 for _ in range(W)]
-    bias = torch.randn(columns)
-    total = sum(
-        (x.double() * sx) @ (w.double() * sw)
-        for x, sx, w, sw in zip(a, a_scales, b, b_scales, strict=True)
-    )
-    output = symm_cp.scaled_matmul_reduce_scatter(
-        a[rank], b[rank], a_scales[rank], b_scales[rank], scatter_dim=dim, group=group,
-        bias=bias, out_dtype=dtype, sizes=split.sizes,
-        result_scale=torch.tensor(4.0) if dtype == FLOAT8 else None,
-    )  # fmt: skip
-    exact = split.of(rank, (total + bias) / (4 if dtype == FLOAT8 else 1))
-    limit = torch.finfo(dtype).max
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        output.double(), exact.clamp(-limit, limit), rtol=eps, atol=1e-3 + eps / 64
-    )
-
-
-@WORLD_SIZES
-def test_scaled_matmuls(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scaled)
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -369,40 +171,6 @@ def test_low_contention_collectives(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, collectives)
 
 
-def collective_gradients(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    for split in splits(W):
-        whole = torch.randn(split.length, 2, dtype=torch.float64)
-        probes = [torch.randn_like(whole) for _ in range(W)]
-        x = leaf(split.of(rank, whole))
-        gathered = symm_cp.low_contention_all_gather(x, group=group, sizes=split.sizes)
-        (gathered * probes[rank]).sum().backward()
-        torch.testing.assert_close(x.grad, split.of(rank, sum(probes)))
-        for op in ("sum", "avg"):
-            y = leaf(whole)
-            part = symm_cp.low_contention_reduce_scatter(
-                y, reduce_op=op, group=group, sizes=split.sizes
-            )
-            (part * split.of(rank, probes[0])).sum().backward()
-            torch.testing.assert_close(y.grad, probes[0] / (W if op == "avg" else 1))
-        for dim in (1, 2):
-            keys = Split(split.sizes, dim)
-            kv = [torch.randn(shape_with((2, 3, 4), dim, keys.length)) for _ in range(2)]
-            grads = [[torch.randn_like(t) for t in kv] for _ in range(W)]
-            own = [leaf(keys.of(rank, t)) for t in kv]
-            both = symm_cp.all_gather_kv(*own, seq_dim=dim, group=group, sizes=keys.sizes)
-            for got, want in zip(both, kv, strict=True):
-                assert torch.equal(got, want)
-            found = torch.autograd.grad(both, own, grads[rank])
-            for i, got in enumerate(found):
-                torch.testing.assert_close(got, keys.of(rank, sum(g[i] for g in grads)))
-
-
-@WORLD_SIZES
-def test_gradients_of_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, collective_gradients)
-
-
 def fakes(group: dist.ProcessGroup) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for dim in (-3, -2, -1):
@@ -439,82 +207,6 @@ def fakes(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_fakes(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, fakes)
-
-
-def opchecks(group: dist.ProcessGroup) -> None:
-    W, rank, name = group.size(), group.rank(), group.group_name
-    sizes = list(range(1, W + 1))
-    a, b, whole = torch.randn(rank + 1, 8), torch.randn(8, 6), torch.randn(sum(sizes), 8)
-    for grad in (False, True):
-        x, w, full = (t.clone().requires_grad_(grad) for t in (a, b, whole))
-        calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (OPS._all_gather_matmul_split, (x, [w, w], 0, name, sizes, rank)),
-            (OPS._matmul_reduce_scatter_split, (full, w, "sum", 0, name, sizes, rank)),
-            (OPS.all_gather_kv, (x, x, 0, name, sizes, rank)),
-            (OPS._fused_matmuls_reduce_scatter, ([full], [w], None, "sum", 0, name, sizes, rank)),
-            (OPS._fused_all_gather_weight_grad, (x, [full], 0, name, sizes, rank)),
-        ]
-        for op, args in calls:
-            torch.library.opcheck(op.default, args, test_utils=CHECKS)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_opcheck(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, opchecks)
-
-
-def compiles(group: dist.ProcessGroup, backend: str) -> None:
-    """Forward and backward in one graph: 5 rows, and columns that no W divides."""
-    W, rank = group.size(), group.rank()
-    rows, columns = Split.nearly_equal(5, W), Split.nearly_equal(7, W, 1)
-
-    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        hidden = symm_cp.all_gather_matmul(x, up, group=group, sizes=rows.sizes).relu()
-        part = symm_cp.matmul_reduce_scatter(
-            hidden, down, scatter_dim=1, group=group, sizes=columns.sizes
-        )
-        whole = symm_cp.all_gather_matmul(
-            part, torch.eye(7), gather_dim=-1, group=group, sizes=columns.sizes
-        )
-        own = symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=rows.sizes)
-        return symm_cp.low_contention_all_gather(own * 2, group=group, sizes=rows.sizes) + 1
-
-    inputs = [torch.randn(rows.sizes[rank], 8), torch.randn(8, 6), torch.randn(6, 7)]
-    runs: list[Callable[..., torch.Tensor]] = [
-        block,
-        torch.compile(block, backend=backend, fullgraph=True),
-    ]
-    results = []
-    for run in runs:
-        leaves = [leaf(x) for x in inputs]
-        out = run(*leaves)
-        out.square().sum().backward()
-        results.append([out.detach(), *(x.grad for x in leaves)])
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
-def test_compiles(ranks: Ranks, backend: str) -> None:
-    ranks.run(3, compiles, backend, timeout=300)
-
-
-def under_autocast(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    split = Split.nearly_equal(5, W)
-    whole, weight = torch.randn(5, 8), torch.randn(8, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = symm_cp.all_gather_matmul(
-            split.of(rank, whole), weight, group=group, sizes=split.sizes
-        )
-        back = symm_cp.matmul_reduce_scatter(whole, weight, group=group, sizes=split.sizes)
-        exact = whole @ weight
-    assert out.dtype == back.dtype == torch.bfloat16
-    torch.testing.assert_close(out, exact)
-    torch.testing.assert_close(back, split.of(rank, W * exact), rtol=0.05, atol=0.05)
-
-
-def test_autocast(ranks: Ranks) -> None:
-    ranks.run(3, under_autocast)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

@@ -217,7 +217,9 @@ class PerDocumentHeadTail(LoadBalancer):
         `NotImplementedError` if each sample has its own list of lengths.
         """
         _ = self.layout
-        return torch.tensor([0, *itertools.accumulate(self.document_lengths)], dtype=torch.int32)
+        return torch.tensor(
+            [0, *itertools.accumulate(self.document_lengths)], dtype=torch.int32, device="cpu"
+        )
 
 
 def _per_document(document_lengths: Sequence[int], world_size: int) -> SequenceLayout:

@@ -157,7 +157,7 @@ def own_numbers(rank: int) -> AbstractContextManager[None]:
         own = _mixed(seed, rank)
         for generator in _generators():
             generator.manual_seed(own)
-        _shared.copy_(torch.tensor([seed, 0, 0]))
+        _shared.copy_(torch.tensor([seed, 0, 0], device="cpu"))
 
     def check() -> None:
         # DTensor sends the state of rank 0's GPU to all ranks at its first random op.
@@ -202,7 +202,7 @@ def next_seed(shared: torch.Tensor, *, parameters: bool = False) -> int:
 
 _library = torch.library.Library("symm_cp", "FRAGMENT")
 _library.define("next_seed(Tensor(a!) shared) -> Tensor")
-_library.impl("next_seed", lambda shared: torch.tensor([next_seed(shared)]), "CPU")
+_library.impl("next_seed", lambda shared: torch.tensor([next_seed(shared)], device="cpu"), "CPU")
 torch.library.register_fake("symm_cp::next_seed", lambda shared: shared.new_empty(1), lib=_library)
 
 

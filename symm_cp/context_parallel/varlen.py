@@ -266,7 +266,9 @@ def _checked(
     known = decoded(VARLEN, layouts, group.size())
     layout, samples = _spread(known, tokens, edges[-1], group.rank(), group.size())
     size = int(layouts.shape[0])
-    return torch.tensor(edges, dtype=torch.int64), encoded_in_a_row(layout, samples, size)
+    return torch.tensor(edges, dtype=torch.int64, device="cpu"), encoded_in_a_row(
+        layout, samples, size
+    )
 
 
 _edges_read: HostReads[list[int]] = HostReads()

@@ -213,7 +213,7 @@ def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     if flat.numel() == 0:
         return torch.zeros(count, dtype=torch.float64, device=tensor.device)
-    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device="cpu").long()
     index = torch.unravel_index(places.to(flat.device), flat.shape) if flat.dim() else ()
     values = flat[index].to(torch.float64) if index else flat.to(torch.float64).expand(count)
     return values.contiguous()
@@ -221,7 +221,9 @@ def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def as_floats(words: Record) -> list[float]:
     """Returns the float64 numbers whose bits are these words."""
-    numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
+    numbers: list[float] = (
+        torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.float64).tolist()
+    )
     return numbers
 
 

@@ -62,7 +62,7 @@ def gathered(shard: torch.Tensor, group: str, sizes: list[int] | None = None) ->
 
 def lengths_of(length: int, group: str) -> torch.Tensor:
     """Returns the number of positions on each rank, (W,) of int64 on CPU. Collective."""
-    return gathered(torch.full((1,), length, dtype=torch.int64), group)
+    return gathered(torch.full((1,), length, dtype=torch.int64, device="cpu"), group)
 
 
 def spread_over(group: str, queries: int, keys: int) -> torch.Tensor:

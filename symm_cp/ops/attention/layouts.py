@@ -54,10 +54,10 @@ def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
     `lengths` are each sequence's run lengths, (W,) of int64 on CPU, known only when a graph runs.
     """
     world_size = lengths[0].shape[0]
-    order = torch.arange(world_size)
-    parts = [torch.tensor([len(lengths)])]
+    order = torch.arange(world_size, device="cpu")
+    parts = [torch.tensor([len(lengths)], device="cpu")]
     for of_ranks in lengths:
-        parts += [torch.tensor([world_size]), order, of_ranks]
+        parts += [torch.tensor([world_size], device="cpu"), order, of_ranks]
     numbers = torch.cat(parts)
     size = max(_LEAST, 1 << (numbers.shape[0] - 1).bit_length())
     return F.pad(numbers, (0, size - numbers.shape[0]))

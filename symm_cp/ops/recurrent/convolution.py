@@ -81,7 +81,7 @@ def causal_convolution(
     _check(x, weight, bias)
     name, before = group_name(group), weight.shape[1] - 1
     fragments = fragments_of(_OP, sizes, layout, x.shape[2], name)
-    agreed = None if layout is None else torch.tensor(fragments.agreed)
+    agreed = None if layout is None else torch.tensor(fragments.agreed, device="cpu")
     documents: list[torch.Tensor | None] = [None] * len(fragments.lengths)
     if cu_seqlens is not None:
         agreed, each = documents_of(_OP, cu_seqlens, fragments, x.device, before)

@@ -35,7 +35,9 @@ def documents_of(
     A fragment's documents are numbers, for `before` positions before it and for its own. Raises
     `ValueError` or `TypeError` for arguments that do not fit.
     """
-    edges = torch.as_tensor(cu_seqlens)
+    edges = cu_seqlens
+    if not isinstance(edges, torch.Tensor):
+        edges = torch.tensor(edges, device="cpu")
     if edges.dim() != 1 or edges.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{op}: cu_seqlens of shape {list(edges.shape)} and {edges.dtype} must be a sequence "

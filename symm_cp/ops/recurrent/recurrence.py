@@ -152,7 +152,7 @@ def recur(
     with torch.autocast(g.device.type, enabled=False):
         chunks = [in_chunks(tensor, lengths, chunk_size, dtype) for tensor in (*tensors, g)]
         seen, counts = None, counts_of(lengths, chunk_size)
-        agreed = None if layout is None else torch.tensor(fragments.agreed)
+        agreed = None if layout is None else torch.tensor(fragments.agreed, device="cpu")
         if cu_seqlens is not None:
             agreed, documents = documents_of(op, cu_seqlens, fragments, g.device)
             seen = seen_within(documents, counts, chunk_size)

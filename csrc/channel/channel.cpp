@@ -124,12 +124,20 @@ bool Channel::agree_on_call(Call& call, bool movable) {
   for (const auto& standing : all)
     if (!standing || !standing->movable) return true;
   // Returns how far back the next call of `behind` is among the failures of `ahead`; -1 if it is
-  // not there or is beyond `reach`, or if both ranks have the same next call.
+  // not there or is beyond `reach`, or if both ranks have the same next call. Unless `ahead` has
+  // taken another number already, the call before must be there, too, since each rank may just have
+  // made a mistake in one call. Failures before a call that both have made are of no account: there
+  // the ranks were in step.
   const auto distance = [&](const Standing& ahead, const Standing& behind) -> int64_t {
-    const auto found = std::find(ahead.failed.begin(), ahead.failed.end(), behind.digest);
-    if (ahead.digest == behind.digest || found == ahead.failed.end()) return -1;
-    const int64_t back = found - ahead.failed.begin();
-    return ahead.reach < 0 || back <= ahead.reach ? back : -1;
+    const auto &theirs = ahead.failed, &own = behind.failed;
+    if (ahead.digest == behind.digest) return -1;
+    const auto most = ahead.reach < 0 ? static_cast<int64_t>(theirs.size()) - 2 : ahead.reach;
+    for (int64_t back = 0; back <= most; ++back) {
+      if (own[back] != 0 && theirs[back] == own[back]) return -1;
+      const bool also_before = own[0] != 0 && theirs[back + 1] == own[0];
+      if (theirs[back] == behind.digest && (ahead.reach >= 0 || also_before)) return back;
+    }
+    return -1;
   };
   int count = 0;
   std::optional<int> ahead_of_mine;

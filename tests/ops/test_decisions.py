@@ -128,7 +128,7 @@ def sizes_of(rng: random.Random, ranks: int) -> list[int]:
 
 
 #: Ops without decisions of their own: plain collectives, whose native exchange depends only on
-#: values that all ranks compare; and torch's op that runs `_all_gather_matmul_split`.
+#: values that all ranks compare; and ops that only call others, which are here, too.
 DECIDE_NOTHING = {
     "fused_all_gather_matmul",
     "one_shot_all_reduce", "one_shot_all_reduce_out",
@@ -138,6 +138,9 @@ DECIDE_NOTHING = {
     "_low_contention_all_gather", "_low_contention_reduce_scatter",
     "_low_contention_all_gather_split", "_low_contention_reduce_scatter_split",
     "_low_contention_all_gather_out", "_low_contention_reduce_scatter_out",
+    "_low_contention_all_gather_backward", "_low_contention_reduce_scatter_backward",
+    "fused_dispatch_grouped_matmul", "_fused_dispatch_grouped_matmul_backward",
+    "fused_grouped_matmul_combine", "_fused_grouped_matmul_combine_backward",
     "_same_on_all_ranks",
     *(op.name for op in gpu_only.OPS),
 }  # fmt: skip

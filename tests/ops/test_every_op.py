@@ -211,7 +211,8 @@ def test_compiled_by_inductor(ranks: Ranks, world_size: int, turn: int) -> None:
 def passes_opcheck(group: dist.ProcessGroup) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for op in declared():
-        if re.search(ON_GIVEN_MEMORY, op.name):
+        # opcheck refuses torch's wait_tensor, whose result is its argument, and which these call.
+        if re.search(f"{ON_GIVEN_MEMORY}|_low_contention_.*_backward", op.name):
             continue
         assert op.example is not None
         for grad in (False, True)[: 1 + (op.differentiable and not op.overload._schema.is_mutable)]:

@@ -175,7 +175,7 @@ def test_gradients_of_parts(ranks: Ranks, world_size: int) -> None:
 
 def compiles(group: dist.ProcessGroup, backend: str, turn: int, turns: int) -> None:
     """One graph, forward and backward."""
-    cases = list((public(group, torch.float32) | internal(group, torch.float32)).items())
+    cases = list((public(group, torch.float64) | internal(group, torch.float64)).items())
     # Compiled programs reach it by torch's flex_attention: tests/context_parallel.
     cases = [case for case in cases if not case[0].startswith("flex")]
     for name, call in cases[turn::turns]:

@@ -265,10 +265,8 @@ def _checked(
         raise ValueError(f"{VARLEN}: cu_seq_q={_shown(edges)} must ascend from 0")
     known = decoded(VARLEN, layouts, group.size())
     layout, samples = _spread(known, tokens, edges[-1], group.rank(), group.size())
-    size = int(layouts.shape[0])
-    return torch.tensor(edges, dtype=torch.int64, device="cpu"), encoded_in_a_row(
-        layout, samples, size
-    )
+    encoded_edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
+    return encoded_edges, encoded_in_a_row(layout, samples, int(layouts.shape[0]))
 
 
 _edges_read: HostReads[list[int]] = HostReads()

@@ -221,9 +221,8 @@ def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def as_floats(words: Record) -> list[float]:
     """Returns the float64 numbers whose bits are these words."""
-    numbers: list[float] = (
-        torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.float64).tolist()
-    )
+    bits = torch.tensor(words, dtype=torch.int64, device="cpu")
+    numbers: list[float] = bits.view(torch.float64).tolist()
     return numbers
 
 

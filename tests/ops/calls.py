@@ -16,6 +16,7 @@ from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.common import WITH_SIZES
 from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.schedule import SequenceLayout
+from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]
@@ -35,6 +36,14 @@ class Call:
 
     run: Callable[..., Tensors]
     inputs: Tensors
+
+
+def alone(ranks: Ranks, function: Any, *args: Any) -> Any:
+    """The result of a function in a process of its own, with a group of one rank."""
+    with ranks.own(1, function, *args) as running:
+        (outcome,) = running.outcomes(60)
+    assert not outcome.failure, outcome.failure
+    return outcome.result
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from symm_cp.group import memory
 from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import caller, completed
+from tests.ops.calls import alone, caller, completed
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -308,6 +308,4 @@ def in_test_mode_without_peers(group: dist.ProcessGroup) -> None:
 
 
 def test_the_test_mode_without_peers(ranks: Ranks) -> None:
-    with ranks.own(1, in_test_mode_without_peers) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
+    alone(ranks, in_test_mode_without_peers)

@@ -21,7 +21,7 @@ import symm_cp
 from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel
 from symm_cp.testing import Ranks
-from tests.ops.calls import completed
+from tests.ops.calls import alone, completed
 from tests.ops.test_declarations import ON_PEERS
 
 Results = dict[str, list[torch.Tensor]]
@@ -78,13 +78,11 @@ def fake_group(world_size: int) -> dist.ProcessGroup:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_one_process_equals_ranks(ranks: Ranks, world_size: int) -> None:
-    with ranks.own(1, in_one_process, world_size) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
+    result = alone(ranks, in_one_process, world_size)
     for rank, expected in enumerate(ranks.run(world_size, on_real_ranks)):
-        assert set(expected) == set(outcome.result)
+        assert set(expected) == set(result)
         for name, wanted in expected.items():
-            found = [each[rank] for each in outcome.result[name]]
+            found = [each[rank] for each in result[name]]
             close = {"rtol": 1e-5, "atol": 1e-5}  # of float32; sums over ranks differ in order
             try:
                 torch.testing.assert_close(found, wanted, **close)
@@ -147,11 +145,9 @@ def mlp_in_one_process(group: dist.ProcessGroup) -> list[dict[int, torch.Tensor]
 
 
 def test_matmuls_and_gradients_on_one_axis_of_a_mesh(ranks: Ranks) -> None:
-    with ranks.own(1, mlp_in_one_process) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
+    result = alone(ranks, mlp_in_one_process)
     for rank, wanted in enumerate(ranks.run(4, mlp_on_a_mesh)):
-        torch.testing.assert_close([each[rank] for each in outcome.result], wanted)
+        torch.testing.assert_close([each[rank] for each in result], wanted)
 
 
 def counted(group: dist.ProcessGroup) -> list[Any]:
@@ -198,10 +194,8 @@ def with_two_ops_of_users(group: dist.ProcessGroup) -> list[dict[int, torch.Tens
 
 
 def test_ops_of_users(ranks: Ranks) -> None:
-    with ranks.own(1, with_two_ops_of_users) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
-    for found in outcome.result:
+    result = alone(ranks, with_two_ops_of_users)
+    for found in result:
         for tensor in found.values():
             assert tensor.tolist() == [0, 0, 2, 2]
 
@@ -229,6 +223,4 @@ def styles_in_one_process(group: dist.ProcessGroup) -> None:
 
 
 def test_modules_of_tensor_parallelism(ranks: Ranks) -> None:
-    with ranks.own(1, styles_in_one_process) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
+    alone(ranks, styles_in_one_process)

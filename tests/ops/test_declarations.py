@@ -30,7 +30,7 @@ from symm_cp.ops.op import (
 )
 from symm_cp.testing import Ranks
 from tests.faults import strange
-from tests.ops.calls import caller, calls, completed, is_real
+from tests.ops.calls import alone, caller, calls, completed, is_real
 from tests.ops.newer import MISSING
 from tests.ops.test_fake import layout
 
@@ -194,12 +194,10 @@ def run_alone(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def test_all_ops_run_in_a_fake_group(ranks: Ranks) -> None:
-    with ranks.own(1, run_alone) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
-    assert set(outcome.result) == {name for name in OPS if re.search(ON_PEERS, name)}
-    assert "exchanges nothing" in outcome.result["get_remote_tensors"]
-    assert not [text for text in outcome.result.values() if "INTERNAL ASSERT" in text]
+    result = alone(ranks, run_alone)
+    assert set(result) == {name for name in OPS if re.search(ON_PEERS, name)}
+    assert "exchanges nothing" in result["get_remote_tensors"]
+    assert not [text for text in result.values() if "INTERNAL ASSERT" in text]
 
 
 def refused_by_one(group: dist.ProcessGroup) -> None:

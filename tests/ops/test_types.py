@@ -19,6 +19,7 @@ from symm_cp import moe
 from symm_cp.ops.op import declared, declared_op
 from symm_cp.ops.spmd import checked, function_of
 from symm_cp.testing import Ranks
+from tests.ops.calls import alone
 
 AXIS = "tp"
 
@@ -141,13 +142,6 @@ def checks(group: dist.ProcessGroup, name: str) -> tuple[int, int]:
 @pytest.fixture
 def checker() -> Any:
     return pytest.importorskip("spmd_types")
-
-
-def alone(ranks: Ranks, function: Any, *args: Any) -> Any:
-    with ranks.own(1, function, *args) as running:
-        (outcome,) = running.outcomes(60)
-    assert not outcome.failure, outcome.failure
-    return outcome.result
 
 
 @pytest.mark.parametrize("name", CALLS)

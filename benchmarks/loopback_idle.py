@@ -78,6 +78,10 @@ class IdleDevice(Loopback, CudaDevice):
         """Returns False: no kernels run here that wait for streams, or for which streams wait."""
         return False
 
+    def multiprocessors(self) -> int:
+        """Returns the number of an H100's."""
+        return 132
+
     def synchronize(self) -> None:
         """Does nothing."""
 

@@ -381,6 +381,7 @@ void reporting_errors(const char* op, Group& group, int channel, c10::function_r
     TORCH_CHECK(false, op, ": ", error.what());
   } catch (const Failed& error) {
     note_reported(error.cause);
+    reported_interruption = was_interrupted();  // in the last exchange
     std::rethrow_exception(error.cause);
   } catch (const c10::Error& error) {
     // An op inside may have reported it.

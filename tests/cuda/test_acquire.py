@@ -28,6 +28,8 @@ from tests.exhaustive import some
 SAME_BYTES = "all-gather-matmul of a symmetric tensor"
 #: Waits only for neighbours.
 HALO = "exchange of halos, gradients"
+#: Pass states from rank to rank: rank 2 may find the state that rank 1 read too early.
+RELAYS = {"scan of states, gradients", "gated delta rule, gradients"}
 PATIENCE = 20
 #: A replay's lanes run on threads in any order: rank 0 may begin before all lanes have reached
 #: their waits, and then an op is right by chance.
@@ -129,7 +131,8 @@ def test_each_op_is_wrong_where_waits_do_not_acquire(ranks: Ranks, world_size: i
             continue
         if rank == 2:  # whose neighbour is not late
             del found[HALO]
-        assert {name for name, (ahead, _) in found.items() if not ahead} == set()
+        in_order = {name for name, (ahead, _) in found.items() if not ahead}
+        assert in_order <= (RELAYS if rank == 2 else set())
         assert {name for name, (_, wrong) in found.items() if not wrong} == {SAME_BYTES}
 
 

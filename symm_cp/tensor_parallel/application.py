@@ -317,7 +317,11 @@ class _Application:
         """Splits the model, and has its calls and optimizers checked from now on."""
         before = dict(self.model.named_parameters())
         self.split()
-        compare_inputs(adapters.wrapped_model(self.model)[1], self.seat)
+        _, inner = adapters.wrapped_model(self.model)
+        if hasattr(inner, "_device_mesh"):  # by which `generate_batch` divides its cache
+            group, kind = self.mesh.get_group(), self.mesh.device_type
+            inner._device_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("tp",))
+        compare_inputs(inner, self.seat)
         replaced(before, self.model)
 
     def split(self) -> None:

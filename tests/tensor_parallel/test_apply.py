@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from symm_cp.tensor_parallel import apply
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.testing import Ranks
+from tests.backend.world import world
 from tests.exhaustive import exhaustive, in_turns, pairs, some
 from tests.tensor_parallel.common import Recorder, mesh_of, whole
 from tests.tensor_parallel.models import FAMILIES, model_of, tokens_of
@@ -169,6 +171,25 @@ def generates(group: dist.ProcessGroup, family: str) -> None:
 )
 def test_generates(ranks: Ranks, family: str, world_size: int) -> None:
     ranks.run(world_size, generates, family)
+
+
+def generates_in_continuous_batches(group: dist.ProcessGroup) -> None:
+    dense = model_of("llama", attn_implementation="sdpa")
+    prompts = [tokens_of(dense, length)[0].tolist() for length in (3, 9, 5)]
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(
+        num_blocks=16, page_size=16, max_batch_tokens=16, max_memory_percent=0.01
+    )
+    with world(group, "symm_cp") as inner:
+        model = apply(copy.deepcopy(dense), mesh_of(inner))
+        made = model.generate_batch(prompts, config, batching)
+    for prompt, result in zip(prompts, made.values(), strict=True):
+        expected = dense.generate(torch.tensor([prompt]), generation_config=config)
+        assert [*prompt, *result.generated_tokens] == expected[0].tolist()
+
+
+def test_generates_in_continuous_batches(ranks: Ranks) -> None:
+    ranks.run(2, generates_in_continuous_batches)
 
 
 def trains(group: dist.ProcessGroup, sequence_parallel: bool, recompute: bool) -> None:

@@ -123,11 +123,11 @@ def _advice(text: str, group: GroupLike) -> str:
     return f": shards of unequal lengths need sizes, the length on each rank ({ranks})"
 
 
-def names_op(op: str, instead_of: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function's errors name what the user called, if they name nothing, or another op."""
+def names_op(op: str, *instead_of: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function's errors name what the user called, if they name nothing, or other ops."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        words = {instead_of or op: op}
+        words = dict.fromkeys(instead_of or (op,), op)
         improve = _improve(words, inspect.signature(function))
         return reporting(function, None, "", op, improve, traced=True)
 

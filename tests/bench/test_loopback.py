@@ -160,9 +160,8 @@ def test_wrong_results_and_unknown_cases_are_reported() -> None:
     assert [line.split("  ")[0] for line in failed] == [
         "matmul-reduce-scatter",
         "scaled matmul-reduce-scatter",
-        "low-contention reduce-scatter",
     ]
-    assert "4 cases, 3 failed" in done.stdout
+    assert "4 cases, 2 failed" in done.stdout
     done = python(*SCRIPT, *SIMULATED, "--case", "nothing", "--ranks", "2")
     assert done.returncode == 2
     assert "no case has that name" in done.stderr

@@ -35,7 +35,7 @@ NAMES = {
     "scatter_out": "reduce_scatter_out",
     "two_shot_in_place": "two_shot_all_reduce_",
     "gather_in_place": "all_gather_matmul",
-    "experts": "(route_to_experts|dispatch_(grouped_)?matmul|(grouped_)?matmul_combine)",
+    "experts": "(route_to|dispatch_to|combine_from)_experts|dispatch_matmul|matmul_combine",
     "recurrence": "(recurrence|delta_rule)",
     "rwkv7": "(rwkv7|delta_rule)",
     "spread_cache_scattered": "spread_cache_attention",

@@ -154,7 +154,7 @@ FEW = (
         *FEW,
         of=[
             *FEW,
-            (Workspace("async", "staged", 1), 2, 4, 110),
+            (Workspace("async", "staged", 1), 2, 4, 150),
             (Workspace("async", "direct", 2), 2, 4, 110),
             (Workspace("sync", "direct", 2), 3, 3, 4),
             (Workspace("async", "direct", 2), 3, 3, 4),

@@ -201,7 +201,7 @@ declare(
 # --- entry points ----------------------------------------------------------------------------
 
 
-@entry_point(DISPATCH_MATMUL)
+@entry_point(DISPATCH_MATMUL, {unfused.DISPATCH: "dispatch_matmul"})
 def dispatch_matmul(
     tokens: torch.Tensor,
     weights: Weights,
@@ -240,7 +240,7 @@ def dispatch_matmul(
     return (products[0] if isinstance(weights, torch.Tensor) else products), routing
 
 
-@names_op("matmul_combine", instead_of=MATMUL_COMBINE)
+@names_op("matmul_combine", MATMUL_COMBINE, unfused.COMBINE)
 @shows_types(MATMUL_COMBINE)
 def matmul_combine(
     rows: torch.Tensor | Sequence[torch.Tensor],

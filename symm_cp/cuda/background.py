@@ -13,7 +13,6 @@ from symm_cp.cuda import plans
 from symm_cp.cuda.base import DeviceWorkspace
 from symm_cp.cuda.stream_call import StreamCall, add_rows
 from symm_cp.cuda.stream_launches import background_launch
-from symm_cp.cuda.workspaces import workspace
 from symm_cp.group.memory import Group
 from symm_cp.runtime.lowering import Kernel
 from symm_cp.schedule import patterns
@@ -70,21 +69,17 @@ def _start(
     kernels: dict[str, Callable[[int], None]],
 ) -> None:
     """Runs a background pattern with the operands `tensor` and `target`; callers await `result`."""
-    call = StreamCall(group, tensor.device, call_name)
-    device = call.device
-    source = tensor.contiguous()
+    call, source = StreamCall(group, tensor.device, call_name), tensor.contiguous()
     scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
-    with group.lock, device.guard():
-        some_empty = not scatter and min(chunks.nbytes) == 0
-        addresses = call.in_place([tensor], some_empty=some_empty)
-        room = max(chunks.nbytes) * (group.world_size if scatter else 1)
-        space = workspace(group, device, "async", 0 if addresses is not None else room)
-        launch = background_launch(pattern, group.rank, chunks, call.slots, addresses is not None)
-        operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
+    some_empty = not scatter and min(chunks.nbytes) == 0
+    addresses = call.in_place([tensor], some_empty=some_empty)
+    launch = background_launch(pattern, group.rank, chunks, call.slots, addresses is not None)
+    room = max(chunks.nbytes) * (group.world_size if scatter else 1)
+    with call.workspace(0 if addresses is not None else room, "async"):
         # The copy lane reads a plain input no more: the caller's stream copies it to `target`.
         used = [*([] if addresses is None else [source]), target, result]
-        call.run(launch, space, space.next_epoch(), operands, kernels, *used)
-        plans.in_python(partial(_started, space), used)
+        call.run(launch, [source, target, *(addresses or ())], kernels, *used)
+        plans.in_python(partial(_started, call.space), used)
 
 
 class BackgroundGather:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.workspaces import hold, workspace
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
+from symm_cp.runtime.calls import PatternCall
 from symm_cp.runtime.lowering import Kernel
 from symm_cp.tensors.alignment import scratch
 from symm_cp.tensors.dtypes import wide
@@ -44,16 +46,21 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
 class StreamCall:
     """A call of a group on a device; every pipeline begins with one."""
 
+    #: Inside `workspace`: the workspace, and the number of the call in it.
+    space: DeviceWorkspace
+    epoch: int
+
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
+        agree(group, call_name)
         self.group, self.name = group, call_name
         self.device = device_for(group, device)
         self.capturing = self.device.capturing()
         self.slots = 1 if self.capturing else wire.SLOTS
 
     @classmethod
-    def of(cls, shards: Shards, group: Group, call_name: bytes) -> StreamCall:
-        """A call on the device of the shards."""
-        return cls(group, shards.own[0].device, call_name)
+    def of(cls, call: PatternCall) -> StreamCall:
+        """Begins a call of a pattern."""
+        return cls(call.group, call.device, call.name)
 
     def in_place(
         self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
@@ -62,7 +69,6 @@ class StreamCall:
 
         If a rank's shard is empty, and so has no address, no shard is read in place.
         """
-        agree(self.group, self.name)
         found, route = None, b" through a slot"
         if len(shard) == 1 and not self.capturing and not some_empty:
             found = found_in_place(shard[0], self.group)
@@ -73,50 +79,54 @@ class StreamCall:
         agree(self.group, self.name + route)
         return None if found is None else found.addresses
 
+    @contextmanager
+    def workspace(self, slot_bytes: int, channel: str = "sync") -> Iterator[None]:
+        """Inside, the call has the workspace of a channel, with slots of at least `slot_bytes`."""
+        with self.group.lock, self.device.guard():
+            self.space = workspace(self.group, self.device, channel, slot_bytes)
+            self.epoch = self.space.next_epoch()
+            yield
+
+    def viewing_slot(self) -> ViewAt:
+        """Returns a function that makes tensors over parts of this rank's slot in this call."""
+        base, view_at = self.space.layout.slot_offset(self.epoch), viewing(self.space.memory)
+        return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)
+
     def by_epoch(self) -> None:
         """Declares that a kernel compares the call's number, which changes from call to call."""
         assert not self.capturing, "numbers cannot change in a graph"
         if (plan := plans.current()) is not None:
             plan.refuse("a kernel compares the number of the call")
 
-    @contextmanager
-    def workspace(self, slot_bytes: int) -> Iterator[tuple[DeviceWorkspace, int]]:
-        """The workspace of channel "sync" and the epoch of the call."""
-        with self.group.lock, self.device.guard():
-            space = workspace(self.group, self.device, "sync", slot_bytes)
-            yield space, space.next_epoch()
+    def words(self) -> tuple[torch.Tensor, int, int]:
+        """Returns words for a kernel to compare with the call's number, their pitch, and that."""
+        return self.space.flags("arrived"), wire.FLAG_BYTES // 4, self.epoch
 
     def run(
         self,
         launch: Launch,
-        space: DeviceWorkspace,
-        epoch: int,
-        operands: Sequence[int],
+        operands: Sequence[torch.Tensor | int],
         kernels: Mapping[str, Kernel],
         *used: torch.Tensor,
     ) -> None:
-        """Issues a launch; `used` is all memory of this rank that its streams may touch.
+        """Issues a launch on tensors of this rank, and addresses of its peers.
 
-        Keeps the memory allocated after an error, since the streams may run on after the caller
-        frees it. Without an error the caller's stream waits for the other streams, or in the
-        background `_start` keeps the memory allocated.
+        Operands and `used` are all memory of this rank that its streams may touch. Keeps it
+        allocated after an error, since the streams may run on after the caller frees it. Without an
+        error the caller's stream waits for the other streams, or in the background `_start` keeps
+        the memory allocated.
         """
+        tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+        addresses = [o.data_ptr() if isinstance(o, torch.Tensor) else o for o in operands]
+        launched = partial(launch.run, capturing=self.capturing, call_name=self.name)
         try:
-            launch.run(
-                space, epoch, operands, kernels, capturing=self.capturing, call_name=self.name
-            )
+            launched(self.space, self.epoch, addresses, kernels)
         except BaseException:
             if not self.capturing:
-                hold(space, *used)
+                hold(self.space, *tensors, *used)
             raise
 
 
 def staging_for(shards: Shards, places: int) -> torch.Tensor:
     """Returns memory for `places` shards."""
     return scratch(shards.own[0], max(1, places * shards.nbytes))
-
-
-def viewing_slot(space: DeviceWorkspace, epoch: int) -> ViewAt:
-    """Returns a function that makes tensors over parts of this rank's slot in a call."""
-    base, view_at = space.layout.slot_offset(epoch), viewing(space.memory)
-    return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)

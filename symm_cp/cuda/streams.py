@@ -17,9 +17,8 @@ import torch
 from symm_cp import runtime
 from symm_cp.cuda.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.cuda.background import BackgroundGather, BackgroundScatter
-from symm_cp.cuda.debug_calls import agree
 from symm_cp.cuda.registry import kinds, spans_hosts
-from symm_cp.cuda.stream_call import StreamCall, add_rows, staging_for, viewing_slot
+from symm_cp.cuda.stream_call import StreamCall, add_rows, staging_for
 from symm_cp.cuda.stream_launches import (
     Exchange,
     all_reduce_launch,
@@ -34,7 +33,6 @@ from symm_cp.cuda.stream_launches import (
 )
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
-from symm_cp.native import wire
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.calls import (
     AllReduceCall,
@@ -49,7 +47,6 @@ from symm_cp.runtime.calls import (
     TogetherAndScatterCall,
     TogetherCall,
 )
-from symm_cp.runtime.lowering import Kernel
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import padded, part_offsets, scratch, scratch_rows
 from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of
@@ -65,9 +62,9 @@ class StreamRuntime(BackgroundRuntime):
 
     def _gather(self, call: GatherCall) -> None:
         """Pulls peers' shards to `gathered` if that is given, else to staging memory."""
-        group, gathered, split = call.group, call.gathered, call.split
-        ranks, rank = group.world_size, group.rank
-        here, shards = StreamCall.of(call.shards, group, call.name), call.shards.packed()
+        gathered, split = call.gathered, call.split
+        ranks, rank = call.group.world_size, call.group.rank
+        here, shards = StreamCall.of(call), call.shards.packed()
         target = None
         addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
         if gathered is not None and split is not None:
@@ -99,127 +96,108 @@ class StreamRuntime(BackgroundRuntime):
                 parts[0] = in_gathered[source]
             call.consume(parts, source)
 
-        operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
-        operands += [0 if gathered is None else gathered.data_ptr(), *(addresses or ())]
-        with here.workspace(0 if in_place else shards.nbytes) as (space, epoch):
-            kernels: dict[str, Kernel] = {"consume": run_consume}
-            used = [*shards.own, staging, *(() if gathered is None else (gathered,))]
-            here.run(launch, space, epoch, operands, kernels, *used)
+        operands = [*shards.own, staging, 0 if gathered is None else gathered, *(addresses or ())]
+        with here.workspace(0 if in_place else shards.nbytes):
+            here.run(launch, operands, {"consume": run_consume})
 
     def _gather_into(self, call: GatherIntoCall) -> None:
         """Copies the parts to their final places, without a kernel."""
         group, outputs, split = call.group, call.outputs, call.split
-        here = StreamCall(group, call.device, call.name)
+        here = StreamCall.of(call)
         shapes = split.shard_shapes(*call.shard)
         shards = Shards(call.shard, group.world_size, shapes).packed()
         places = tuple((tuple(output.shape), output.element_size()) for output in outputs)
         addresses = here.in_place(call.shard, some_empty=shards.sizes.some_empty)
         in_place = addresses is not None
         launch = gather_into_launch(group.rank, shards.sizes, split, places, here.slots, in_place)
-        used = [*shards.own, *outputs]
-        operands = [*(t.data_ptr() for t in used), *(addresses or ())]
-        with here.workspace(0 if in_place else shards.nbytes) as (space, epoch):
-            kernels: dict[str, Kernel] = {"combine": lambda _: None}
-            here.run(launch, space, epoch, operands, kernels, *used)
+        with here.workspace(0 if in_place else shards.nbytes):
+            operands = [*shards.own, *outputs, *(addresses or ())]
+            here.run(launch, operands, {"combine": lambda _: None})
 
     def _poll(self, call: PollCall) -> None:
-        group, shard, gathered = call.group, call.shard, call.gathered
-        agree(group, call.name)
-        ranks = group.world_size
-        here = StreamCall(group, call.device, call.name)
+        rank, ranks = call.group.rank, call.group.world_size
+        shard, gathered = call.shard, call.gathered
+        here = StreamCall.of(call)
         here.by_epoch()
         shards = Shards([shard], ranks).packed()
         if gathered is not None:
             split = Split.equal(shard.shape[0], ranks)
             target = split, tuple(gathered.shape), gathered.element_size()
-            launch = poll_launch(group.rank, shards.sizes, here.slots, target)
+            launch = poll_launch(rank, shards.sizes, here.slots, target)
             staging, pulled = gathered, gathered.unflatten(0, (ranks, -1))
         else:
-            launch = poll_launch(group.rank, shards.sizes, here.slots)
+            launch = poll_launch(rank, shards.sizes, here.slots)
             staging = staging_for(shards, ranks - 1)
             by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
             pulled = by_peer[:, : shard.nbytes].view(shard.dtype).unflatten(1, shard.shape)
-        with here.workspace(shards.nbytes) as (space, epoch):
-            words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
-            kernels: dict[str, Kernel] = {"consume": lambda _: call.kernel(pulled, *words)}
-            used = [*shards.own, staging]
-            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+        with here.workspace(shards.nbytes):
+            words = here.words()
+            kernels = {"consume": lambda _: call.kernel(pulled, *words)}
+            here.run(launch, [*shards.own, staging], kernels)
 
     def _count(self, call: CountCall) -> None:
-        group, out = call.group, call.out
-        agree(group, call.name)
-        rank, ranks = group.rank, group.world_size
-        here = StreamCall(group, call.device, call.name)
+        rank, ranks, out = call.group.rank, call.group.world_size, call.out
+        here, nbytes = StreamCall.of(call), (out.nbytes,) * ranks
         here.by_epoch()
-        nbytes = (out.nbytes,) * ranks
         launch = produce_launch(rank, nbytes, here.slots, together=True)
         sums, offsets = scratch_rows(out, ranks), part_offsets(nbytes)
-        with here.workspace(offsets[-1]) as (space, epoch):
+        with here.workspace(offsets[-1]):
             pitch = padded(out.nbytes) // out.element_size()
-            slot = viewing_slot(space, epoch)(0, (ranks, pitch), out.dtype)
+            slot = here.viewing_slot()(0, (ranks, pitch), out.dtype)
             partials = slot[:, : out.numel()].unflatten(1, out.shape)
-            words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
-            kernels: dict[str, Kernel] = {
+            words = here.words()
+            kernels = {
                 "produce": lambda _: call.kernel(partials, sums[rank], *words),
                 "reduce": lambda _: add_rows(sums, out, mean=call.mean),
             }
-            here.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
+            here.run(launch, [sums], kernels, out)
 
     def _gather_together(self, call: TogetherCall) -> None:
         """The peers' rows are pulled by one batch of copies."""
-        group, shard = call.group, call.shard
-        agree(group, call.name)
-        here = StreamCall(group, shard[0].device, call.name)
-        pooled = pooled_rows(group.rank, call.layout, row_bytes_of(shard))
+        shard, here = call.shard, StreamCall.of(call)
+        pooled = pooled_rows(call.group.rank, call.layout, row_bytes_of(shard))
         launch = together_launch(pooled, here.slots)
         staging = scratch(shard[0], max(1, pooled.offsets[-1]))
 
         def run_consume_others(_: int) -> None:
             call.consume_others(pooled.views(viewing(staging), shard))
 
-        with here.workspace(pooled.slot_offsets[-1]) as (space, epoch):
-            kernels: dict[str, Kernel] = {
-                "consume": lambda _: call.consume(),
-                "consume others": run_consume_others,
-            }
-            used = [*shard, staging]
-            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+        with here.workspace(pooled.slot_offsets[-1]):
+            kernels = {"consume": lambda _: call.consume(), "consume others": run_consume_others}
+            here.run(launch, [*shard, staging], kernels)
 
     def _gather_and_scatter_together(self, call: TogetherAndScatterCall) -> None:
         """Peers pull their parts of the slot, which one kernel writes."""
-        group, shard, out = call.group, call.shard, call.out
-        agree(group, call.name)
-        rank, here = group.rank, StreamCall(group, out.device, call.name)
+        rank, shard, out = call.group.rank, call.shard, call.out
+        here = StreamCall.of(call)
         rows = pooled_rows(rank, call.layout, row_bytes_of(shard))
         rows_of_sums = pooled_rows(rank, call.layout, row_bytes_of(shard, out.dtype))
         pooled = PooledSums(rows, rows_of_sums)
         launch = exchange_together_launch(pooled, here.slots)
         staging = scratch(shard[0], max(1, rows.offsets[-1]))
-        sums = scratch_rows(out, group.world_size)
-        with here.workspace(pooled.slot_bytes) as (space, epoch):
-            in_slot, in_staging = viewing_slot(space, epoch), viewing(staging)
+        sums = scratch_rows(out, call.group.world_size)
+        with here.workspace(pooled.slot_bytes):
+            in_slot, in_staging = here.viewing_slot(), viewing(staging)
 
             def run_consume_others(_: int) -> None:
                 grads = rows_of_sums.views(in_slot, shard, out.dtype)
                 call.consume_others(rows.views(in_staging, shard), grads)
 
-            kernels: dict[str, Kernel] = {
+            kernels = {
                 "consume": lambda _: call.consume(sums[rank]),
                 "consume others": run_consume_others,
                 "reduce": lambda _: add_rows(sums, out),
             }
-            used = [*shard, staging, sums]
-            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
+            here.run(launch, [*shard, staging, sums], kernels, out)
 
     def _scatter(self, call: ScatterCall) -> None:
         """Pulls peers' partial sums while this rank produces; one kernel adds all in rank order."""
-        group, out = call.group, call.out
-        agree(group, call.name)
-        rank, here = group.rank, StreamCall(group, out.device, call.name)
+        rank, out = call.group.rank, call.out
+        here = StreamCall.of(call)
         launch = produce_launch(rank, call.nbytes, here.slots, lanes=call.lanes)
-        sums, offsets = scratch_rows(out, group.world_size), part_offsets(call.nbytes)
-        with here.workspace(offsets[-1]) as (space, epoch):
-            in_slot = viewing_slot(space, epoch)
+        sums, offsets = scratch_rows(out, call.group.world_size), part_offsets(call.nbytes)
+        with here.workspace(offsets[-1]):
+            in_slot = here.viewing_slot()
 
             def run_produce(target: int) -> None:
                 if target == rank:
@@ -228,21 +206,20 @@ class StreamRuntime(BackgroundRuntime):
                     partial = in_slot(offsets[target], call.partials[target], out.dtype)
                     call.produce(target, partial)
 
-            kernels: dict[str, Kernel] = {
+            kernels = {
                 "produce": run_produce,
                 "reduce": lambda _: add_rows(sums, out, mean=call.mean),
             }
-            here.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
+            here.run(launch, [sums], kernels, out)
 
     def _all_reduce(self, call: AllReduceCall) -> None:
         """Pulls contributions to this rank's part while this rank still produces.
 
         One kernel adds them, and the peers' sums are pulled as they complete.
         """
-        group, out, split = call.group, call.out, call.split
-        agree(group, call.name)
-        rank, ranks = group.rank, group.world_size
-        here = StreamCall(group, out.device, call.name)
+        out, split = call.out, call.split
+        rank, ranks = call.group.rank, call.group.world_size
+        here = StreamCall.of(call)
         variant, chunks = all_reduce_variant(out, split, ranks)
         launch = all_reduce_launch(rank, chunks, variant, here.slots)
         offsets, one_shot = variant.offsets(chunks), variant is AllReduceVariant.ONE_SHOT
@@ -251,8 +228,8 @@ class StreamRuntime(BackgroundRuntime):
         else:
             own = out.view(-1)[: None if one_shot else chunks[rank] // out.element_size()]
         sums = scratch_rows(own, ranks)
-        with here.workspace(offsets[-1]) as (space, epoch):
-            in_slot = viewing_slot(space, epoch)
+        with here.workspace(offsets[-1]):
+            in_slot = here.viewing_slot()
 
             def run_produce(target: int) -> None:
                 if ranks == 1:
@@ -271,21 +248,18 @@ class StreamRuntime(BackgroundRuntime):
                     total = in_slot(offsets[rank], tuple(own.shape), out.dtype)
                 add_rows(sums, total, mean=call.mean)
 
-            kernels: dict[str, Kernel] = {"produce": run_produce, "reduce": run_reduce}
-            operands = [sums.data_ptr(), out.data_ptr()]
-            here.run(launch, space, epoch, operands, kernels, sums, out)
+            here.run(launch, [sums, out], {"produce": run_produce, "reduce": run_reduce})
 
     def _exchange(self, call: ExchangeCall) -> None:
         """Pulls the peers' parts while this rank still gives or consumes."""
-        group, sizes, device = call.group, call.sizes, call.device
-        agree(group, call.name)
-        rank, here = group.rank, StreamCall(group, device, call.name)
+        rank, sizes = call.group.rank, call.sizes
+        here = StreamCall.of(call)
         launch, places = exchange_and_consume_launch(rank, sizes, here.slots)
         offsets = part_offsets(sizes[rank])
-        like = torch.empty(0, dtype=torch.uint8, device=device)
+        like = torch.empty(0, dtype=torch.uint8, device=call.device)
         staging = scratch(like, max(1, places[-1]))
-        with here.workspace(max(part_offsets(each)[-1] for each in sizes)) as (space, epoch):
-            in_slot, view_at = viewing_slot(space, epoch), viewing(staging)
+        with here.workspace(max(part_offsets(each)[-1] for each in sizes)):
+            in_slot, view_at = here.viewing_slot(), viewing(staging)
 
             def run_give(to: int) -> None:
                 call.give(to, in_slot(offsets[to], (sizes[rank][to],), torch.uint8))
@@ -293,26 +267,21 @@ class StreamRuntime(BackgroundRuntime):
             def run_take(source: int) -> None:
                 call.take(source, view_at(places[source], (sizes[source][rank],), torch.uint8))
 
-            kernels: dict[str, Kernel] = {
-                "give": run_give,
-                "consume": lambda _: call.consume(),
-                "take": run_take,
-            }
-            here.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
+            kernels = {"give": run_give, "consume": lambda _: call.consume(), "take": run_take}
+            here.run(launch, [staging], kernels)
 
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
         """Holds all shards and partial sums for this rank; with `ring`, two shards and one sum."""
-        group, out, ring = call.group, call.out, call.ring
-        agree(group, call.name)
-        rank, ranks = group.rank, group.world_size
-        here, shards = StreamCall(group, out.device, call.name), call.shards.packed()
+        out, ring = call.out, call.ring
+        rank, ranks = call.group.rank, call.group.world_size
+        here, shards = StreamCall.of(call), call.shards.packed()
         exchange = Exchange(shards.sizes, call.nbytes, ring)
         launch = exchange_launch(rank, exchange, here.slots)
         staging = staging_for(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
         order = peers(rank, ranks)
-        with here.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
-            in_slot, view_at = viewing_slot(space, epoch), viewing(staging)
+        with here.workspace(exchange.offsets[-1] + shards.nbytes):
+            in_slot, view_at = here.viewing_slot(), viewing(staging)
 
             def run_consume(source: int) -> None:
                 if source == rank:
@@ -323,13 +292,12 @@ class StreamRuntime(BackgroundRuntime):
                 parts = shards.views(source, view_at, place * shards.nbytes)
                 call.consume(parts, source, partial)
 
-            kernels: dict[str, Kernel] = {
+            kernels = {
                 "consume": run_consume,
                 "add": lambda _: out.add_(sums[0]),
                 "reduce": lambda _: add_rows(sums, out),
             }
-            used = [*shards.own, staging, sums]
-            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
+            here.run(launch, [*shards.own, staging, sums], kernels, out)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

@@ -239,23 +239,8 @@ void simulated_set(int setting, int value) {
   if (setting >= 8) all.faults[setting - 8] = value;
 }
 
-void simulated_hold(int copy) { simulated::hold_copy(copy); }
-int simulated_holds() { return simulated::holds_copy() ? 1 : 0; }
-int simulated_queues_for_engine(Stream stream) {
-  return static_cast<SimStream*>(stream)->queues_for_engine() ? 1 : 0;
-}
-
 // How many waits did not end since the last time, where they are counted.
 int simulated_deadlocks() { return simulated::deadlocks.exchange(0); }
-
-// Whether no stream does anything but wait.
-int simulated_all_wait() {
-  for (SimStream* stream : simulated::all_streams())
-    if (!stream->idle() && stream->head().empty()) return 0;
-  return 1;
-}
-
-int simulated_copies_ahead() { return simulated::copies_ahead.exchange(0); }
 
 // How often the driver was called since the last time, by kind.
 int simulated_count(int kind) { return counts[kind].exchange(0); }

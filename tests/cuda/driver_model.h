@@ -88,8 +88,6 @@ class SimStream {
   void destroy();
   void serve();
   std::string head();  // for reports
-  // Whether its next command is a copy whose engine carries another one.
-  bool queues_for_engine();
   // Carries out the copies that only waits for signals hold back; for whoever serves it.
   void run_ahead();
 
@@ -129,12 +127,6 @@ void drain_all();
 // Writes what every stream waits for, and aborts; or counts it, and the wait is over.
 void report_deadlock(const char* what);
 extern std::atomic<int> deadlocks;
-// How many copies were carried out before a wait that they follow.
-extern std::atomic<int> copies_ahead;
-// The engine that carries the n-th copy from now on that is longer than a signal stops with it,
-// until this is called with 0.
-void hold_copy(int n);
-bool holds_copy();
 
 // --- capture (driver_capture.cpp)
 

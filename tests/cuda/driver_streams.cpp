@@ -17,7 +17,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int kMostEngines = 8;
 constexpr int kNanosecondsPerByte = 10;
 constexpr size_t kSignalBytes = 4;
-constexpr const char* kForEngine = "a copy engine";
 
 struct Engine {
   std::atomic<uint64_t> places{0}, turn{0};
@@ -32,8 +31,6 @@ struct Machine {
   std::atomic<int> polling{0};  // polling kernels that run
   std::atomic<uint64_t> numbers{0};
   Engine engines[kMostEngines];
-  std::atomic<int> hold_in{0};
-  std::atomic<bool> holding{false};
 };
 Machine& machine() {
   static Machine* it = new Machine;
@@ -168,7 +165,6 @@ void SimStream::run_ahead() {
       ++ahead_;  // it counts as done when the wait has ended
     }
     command.run();
-    ++copies_ahead;
   }
 }
 
@@ -185,12 +181,9 @@ void SimStream::await(const std::function<bool()>& ready, std::string what, cons
 void SimStream::carry(Command& command) {
   Engine& engine = machine().engines[number_ % settings().copy_engines];
   const uint64_t place = engine.places++;
-  if (engine.turn < place) await([&] { return engine.turn >= place; }, kForEngine, command.name);
+  if (engine.turn < place)
+    await([&] { return engine.turn >= place; }, "a copy engine", command.name);
   std::this_thread::sleep_for(std::chrono::nanoseconds(command.carried * kNanosecondsPerByte));
-  if (command.carried > kSignalBytes && machine().hold_in > 0 && machine().hold_in-- == 1) {
-    machine().holding = true;
-    while (machine().holding) std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
   command.run();
   ++engine.turn;
 }
@@ -229,18 +222,6 @@ std::string SimStream::head() {
   return waiting_for_ + ", before " + std::to_string(queue_.size()) + " other commands";
 }
 
-bool SimStream::queues_for_engine() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return waiting_for_ == kForEngine;
-}
-
-void hold_copy(int n) {
-  machine().hold_in = n;
-  if (n == 0) machine().holding = false;
-}
-
-bool holds_copy() { return machine().holding; }
-
 std::vector<SimStream*> all_streams() {
   std::lock_guard<std::mutex> lock(machine().mutex);
   return {machine().streams.begin(), machine().streams.end()};
@@ -251,7 +232,6 @@ void drain_all() {
 }
 
 std::atomic<int> deadlocks{0};
-std::atomic<int> copies_ahead{0};
 
 void report_deadlock(const char* what) {
   ++deadlocks;

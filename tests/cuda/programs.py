@@ -38,7 +38,6 @@ class Program(Protocol):
 KINDS: dict[str, Any] = {
     "graphs": graph_programs.Program,
     "groups": group_programs.Program,
-    "growing": group_programs.Growing,
 }
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda import pools
 from tests.cuda.graphs import graphed
-from tests.cuda.machine import Machine, build, machine, until
+from tests.cuda.machine import Machine, build, machine
 from tests.cuda.simulated import SimulatedDevice, simulation
 
 REFUSED, NO_CONTEXT, WRONG_HANDLE = 801, 201, 400
@@ -155,19 +154,6 @@ def test_streams_wait_for_symmetric_memory_from_12050_on(
         assert driver.value(WAIT, stream, driver.word(1)) == 0
 
 
-def test_copies_are_counted_by_whose_memory_it_is(symmetric: Callable[[bool], int]) -> None:
-    own, peer = symmetric(True), symmetric(False)
-    with simulation(delays_us=0) as made:
-        driver = Driver(made.machine)
-        made.copied()
-        stream = driver.stream()
-        for to, source in ((own, driver.word()), (own, peer), (peer, own)):
-            driver.copy(stream, to, source)
-        made.synchronize()
-        assert made.copied() == {"local": 1, "peer": 2, "local, overlapping": 0,
-                                 "peer, overlapping": 0}  # fmt: skip
-
-
 @pytest.mark.parametrize("one_queue", [False, True])
 def test_a_wait_at_the_head_of_one_queue_holds_up_all_streams(
     driver: Driver, one_queue: bool
@@ -177,31 +163,6 @@ def test_a_wait_at_the_head_of_one_queue_holds_up_all_streams(
     driver.value(WAIT, first, word)
     driver.value(WRITE, second, word)  # would end the wait
     assert (driver.deadlocks() > 0) is one_queue
-
-
-@pytest.mark.parametrize("engines", [1, 2])
-def test_an_engine_carries_one_copy_after_the_other(
-    driver: Driver, symmetric: Callable[[bool], int], engines: int
-) -> None:
-    machine().set(copy_engines=engines, patience_ms=30_000)
-    library, peer, word = machine().library, symmetric(False), driver.word(7)
-    time.sleep(0.3)  # until the driver reads the memory map again
-    first, second = driver.stream(), driver.stream()  # which have two engines, if there are two
-    library.simulated_hold(1)
-    try:
-        driver.copy(first, peer, driver.word(), 8)
-        until(library.simulated_holds)
-        driver.copy(second, peer + 64, word)
-        if engines == 1:
-            until(lambda: library.simulated_queues_for_engine(second))
-            assert ctypes.c_uint32.from_address(peer + 64).value == 0
-        else:
-            library.simulated_drain(second)
-            assert library.simulated_holds()
-    finally:
-        library.simulated_hold(0)
-    library.simulated_drain_all()
-    assert ctypes.c_uint32.from_address(peer + 64).value == 7
 
 
 def test_an_engine_takes_time_for_bytes(driver: Driver, symmetric: Callable[[bool], int]) -> None:
@@ -223,7 +184,7 @@ def test_a_polling_kernel_starves_copies_within_the_device(driver: Driver, versi
 
     def poll() -> None:
         running.set()
-        end = time.monotonic() + 0.3
+        end = time.monotonic() + 10  # the copy is made when its wait has counted as a deadlock
         while not ctypes.c_uint32.from_address(word).value and time.monotonic() < end:
             time.sleep(1e-3)
 
@@ -330,26 +291,6 @@ def end_capture(driver: Driver, stream: int) -> tuple[int, ctypes.c_void_p]:
     return driver.library.simulated_capture_end(stream, 0, ctypes.byref(graph)), graph
 
 
-def test_what_is_captured_runs_at_every_replay(driver: Driver) -> None:
-    stream, other = driver.stream(), driver.stream()
-    begin, end, word, copied = driver.event(), driver.event(), driver.word(), driver.word()
-    assert driver.library.simulated_capture_begin(ctypes.c_void_p(stream)) == 0
-    assert driver.record(stream, begin) == 0
-    assert driver.wait(other, begin) == 0
-    assert driver.copy(other, copied, word) == 0
-    assert driver.record(other, end) == 0
-    assert driver.wait(stream, end) == 0
-    result, graph = end_capture(driver, stream)
-    assert result == 0
-    for value in (5, 6):
-        driver.library.simulated_drain_all()
-        assert ctypes.c_uint32.from_address(copied).value != value
-        ctypes.c_uint32.from_address(word).value = value
-        assert driver.library.simulated_replay(graph, driver.stream(), 0) == 0
-        driver.library.simulated_drain_all()
-        assert ctypes.c_uint32.from_address(copied).value == value
-
-
 def test_a_capture_refuses_batches_waits_of_the_host_and_streams_left_behind(
     driver: Driver,
 ) -> None:
@@ -386,40 +327,6 @@ def test_the_host_is_ahead_of_the_device() -> None:
         may_end.set()
         made.join()
         assert ended == [True]
-
-
-def test_what_a_kernel_raises_comes_out_of_the_call() -> None:
-    def fails() -> None:
-        raise ValueError("no")
-
-    launched = []
-
-    def call() -> None:
-        made.launch("compute", "sync", fails)
-        launched.append(True)
-        made.join()
-
-    with simulation(delays_us=0) as made:
-        with pytest.raises(ValueError, match="no"):
-            call()
-        assert launched
-
-
-def test_kernels_see_the_modes_of_their_caller() -> None:
-    seen: list[Any] = []
-
-    def look() -> None:
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-        seen.append((torch.is_grad_enabled(), torch.is_inference(product), product.dtype))
-
-    with simulation(delays_us=0) as made:
-        made.launch("compute", "sync", look)
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-            made.launch("compute", "sync", look)
-        made.launch("compute", "sync", look)
-        made.join()
-    usual = True, False, torch.float32
-    assert seen == [usual, (False, True, torch.bfloat16), usual]
 
 
 def test_a_graph_computes_when_it_is_replayed() -> None:
@@ -489,10 +396,3 @@ def test_either_allocator_frees_what_the_other_has_allocated() -> None:
         del during
         with simulation(poison=True):
             del after
-
-
-def test_pools_place_tensors_inside_of_their_memory() -> None:
-    tensor = pools.at(512, 3, 5)
-    assert tensor.untyped_storage().nbytes() == 3 * 5 * 4
-    assert tensor.data_ptr() % 4096 == 512
-    assert tensor.fill_(7).sum() == 3 * 5 * 7

@@ -22,13 +22,11 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import cuda, set_rotate_method, tuning
 from symm_cp.group import memory
-from symm_cp.ops.common import device_kernels
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.testing import Ranks
+from tests.cuda.op_cases import BACKGROUND, cases, check, refill, zeros
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
-
-wait = torch.ops._c10d_functional.wait_tensor
 
 #: Calls an op, and compares its result with the expected one.
 Op = Callable[[dist.ProcessGroup], None]
@@ -38,23 +36,23 @@ def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
     return torch.randn(group.size(), *shape)
 
 
-def gather_rows(group: dist.ProcessGroup) -> None:
-    rows, weight = stacked(group, 3, 8), torch.randn(8, 5)
-    out = symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=group)
-    torch.testing.assert_close(out, rows.flatten(0, 1) @ weight)
+def case(name: str) -> Op:
+    """An op of op_cases.py."""
+
+    def op(group: dist.ProcessGroup) -> None:
+        made = cases(group, refill(zeros(group.size())))[name]
+        check(name, made, made[0]())
+
+    return op
+
+
+gather_rows, scatter = case("gather"), case("scatter")
 
 
 def gather_columns(group: dist.ProcessGroup) -> None:
     columns, weight = stacked(group, 3, 8), torch.randn(8 * group.size(), 5)
     out = symm_cp.all_gather_matmul(columns[group.rank()], weight, gather_dim=1, group=group)
     expected = torch.cat(columns.unbind(), dim=1) @ weight
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-
-def scatter(group: dist.ProcessGroup) -> None:
-    full, weight = stacked(group, 2 * group.size(), 8), torch.randn(8, 5)
-    out = symm_cp.matmul_reduce_scatter(full[group.rank()], weight, scatter_dim=0, group=group)
-    expected = (full @ weight).sum(0).chunk(group.size())[group.rank()]
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -96,19 +94,22 @@ def scatter_in_lanes(group: dist.ProcessGroup) -> None:
 
 
 def background(group: dist.ProcessGroup) -> None:
-    rows, full = stacked(group, 3, 5), stacked(group, group.size() * 2, 3)
-    shard, whole = rows[group.rank()].clone(), full[group.rank()].clone()
-    gathered = device_kernels["_low_contention_all_gather"](shard, group.group_name)
-    summed = device_kernels["_low_contention_reduce_scatter"](whole, "sum", group.group_name)
-    assert torch.equal(wait(gathered), rows.flatten(0, 1))
-    expected = full.sum(0).chunk(group.size())[group.rank()]
-    torch.testing.assert_close(wait(summed), expected)
+    made = cases(group, refill(zeros(group.size())))
+    pending = [(name, made[name][0]()) for name in BACKGROUND]
+    for name, out in pending:
+        check(name, made[name], out)
 
 
-OPS = (
-    gather_rows, gather_columns, gather_in_lanes, scatter, scatter_in_lanes,
-    attention, attention_together, background,
-)  # fmt: skip
+OPS: dict[str, Op] = {
+    "gather_rows": gather_rows,
+    "gather_columns": gather_columns,
+    "gather_in_lanes": gather_in_lanes,
+    "scatter": scatter,
+    "scatter_in_lanes": scatter_in_lanes,
+    "attention": attention,
+    "attention_together": attention_together,
+    "background": background,
+}
 
 
 @contextlib.contextmanager
@@ -126,9 +127,10 @@ def no_memory(at: int) -> Iterator[list[int]]:
         yield launches
 
 
-def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apart: bool) -> int:
+def fails_everywhere(group: dist.ProcessGroup, name: str, apart: bool) -> int:
     """All ranks fail in a call, each at its own step (`apart`), and go on after that."""
-    with simulation(delays_us=1000, poison=True, plan_at=-1, **mode) as made:
+    op = OPS[name]
+    with simulation(delays_us=1000, poison=True, plan_at=-1) as made:
         for _ in range(3):
             op(group)
         with no_memory(10**9) as launches:
@@ -147,9 +149,6 @@ def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apa
             dist.barrier(group)
             assert not cuda.workspaces._holding or made.capturing()
     return steps
-
-
-BY_NAME = {op.__name__: op for op in OPS}
 
 
 def second_lane(group: dist.ProcessGroup) -> None:
@@ -187,33 +186,32 @@ def test_the_caller_s_stream_waits_for_kernels_beside_it(ranks: Ranks) -> None:
     ranks.run(3, second_lane)
 
 
+#: Those that end where each rank fails at a step of its own.
+ENDING = ["gather_rows", "gather_columns", "gather_in_lanes", "scatter", "scatter_in_lanes"]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "op"),
-    some((3, "scatter"), (3, "scatter_in_lanes"), of=itertools.product((2, 3), BY_NAME)),
-)
-def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str) -> None:
-    steps = ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, False)
+    ("world_size", "op", "apart"),
+    some(
+        (3, "scatter", False), (3, "scatter_in_lanes", False),
+        (2, "gather_rows", True), (2, "gather_in_lanes", True),
+        of=[
+            *itertools.product((2, 3), OPS, [False]),
+            *itertools.product((2, 3), ENDING, [True]),
+        ],
+    ),
+)  # fmt: skip
+def test_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str, apart: bool) -> None:
+    """If `apart`, some waits of the call are for signals that never come."""
+    steps = ranks.run(world_size, fails_everywhere, op, apart)
     assert len(set(steps)) == 1
     assert steps[0] > 0
 
 
-@pytest.mark.parametrize(
-    "op",
-    some(
-        "gather_rows",
-        "gather_in_lanes",
-        of=["gather_rows", "gather_columns", "gather_in_lanes", "scatter", "scatter_in_lanes"],
-    ),
-)
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_ranks_fail_at_different_steps(ranks: Ranks, world_size: int, op: str) -> None:
-    """Some waits of the call are then for signals that never come."""
-    ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, True)
-
-
-def one_dies_one_fails(group: dist.ProcessGroup, op: Op, launch: int) -> str:
+def one_dies_one_fails(group: dist.ProcessGroup, name: str, launch: int) -> str:
     """The last rank dies; rank 0 fails in a call but survives; the others wait for both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    op = OPS[name]
     with simulation(patience_ms=20_000, plan_at=-1) as made:
         op(group)
         dist.barrier(group)
@@ -236,7 +234,7 @@ def one_dies_one_fails(group: dist.ProcessGroup, op: Op, launch: int) -> str:
 def test_streams_of_a_rank_that_failed_end_when_no_peer_is_left(
     ranks: Ranks, op: str, launch: int
 ) -> None:
-    with ranks.own(3, one_dies_one_fails, BY_NAME[op], launch) as running:
+    with ranks.own(3, one_dies_one_fails, op, launch) as running:
         first, second, _ = running.outcomes()
     assert first.result == "ended", first
     assert second.signal == signal.SIGABRT, second

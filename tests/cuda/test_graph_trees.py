@@ -25,18 +25,9 @@ from symm_cp.group import memory
 from symm_cp.ops.attention.tiles import _band
 from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
+from tests.cuda.op_cases import CAPTURED, cases, check, refill, zeros
 from tests.cuda.simulated import SimulatedDevice, simulation
-from tests.cuda.test_graph_order import ALL, cases
 from tests.exhaustive import some
-
-
-def values_of(group: dist.ProcessGroup, seed: int, rows: int = 3) -> dict[str, torch.Tensor]:
-    W, generator = group.size(), torch.Generator().manual_seed(seed)
-    shapes = {
-        "weight": (8, 5), "rows": (W, rows, 8), "full": (W, 2 * W, 8),
-        "heads": (W, 3, 1, 2 * W, 8, 16),
-    }  # fmt: skip
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def warm_up(made: SimulatedDevice, call: Callable[[], Any]) -> Any:
@@ -51,35 +42,34 @@ def warm_up(made: SimulatedDevice, call: Callable[[], Any]) -> Any:
     return result
 
 
-def trees(group: dist.ProcessGroup, names: list[str], seed: int) -> None:
+def trees(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))  # without workspaces
-    values = values_of(group, seed)
-    chosen = [cases(own, values)[name] for name in names]
+    values = refill(zeros(group.size()))
     with simulation(poison=True, delays_us=50) as made:
         graphs = []
-        for call, expected in chosen:
-            (found,) = warm_up(made, lambda call=call: [call()])
-            torch.testing.assert_close(found, expected(), rtol=1e-4, atol=1e-4)
+        for name in CAPTURED:
+            case = cases(own, values)[name]
+            (found,) = warm_up(made, lambda case=case: [case[0]()])
+            check(name, case, found)
             made.tree = True
-            graphs.append((*graphed(made, call), expected))
+            graphs.append((name, case, *graphed(made, case[0])))
             made.tree = False
-        for turn in range(3):
-            for name, value in values_of(group, seed + turn).items():
-                values[name].copy_(value)
+        for _ in range(3):
+            refill(values)
             # In any order, one after the other, with eager calls in between.
-            for graph, out, expected in random.sample(graphs, len(graphs)):
+            for name, case, graph, out in random.sample(graphs, len(graphs)):
                 graph.replay()
-                torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
+                check(name, case, out)
         for kind in cuda.workspaces_of(memory.resolve(own)).graphs.values():
             assert kind.free == []
             (shared,) = kind.by_pool.values()
-            assert 1 <= len(shared) <= len(names)
+            assert 1 <= len(shared) <= len(graphs)
     dist.destroy_process_group(own)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_all_ops_are_captured_without_reserve(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, trees, ALL, random.randrange(1 << 30))
+    ranks.run(world_size, trees)
 
 
 def test_masks_are_kept_out_of_the_pool() -> None:
@@ -102,32 +92,31 @@ def kept_band(device: torch.device) -> list[torch.Tensor]:
     return []
 
 
-def growing(group: dist.ProcessGroup, seed: int) -> None:
+def growing(group: dist.ProcessGroup) -> None:
     """A larger call gets a larger workspace; the graphs before it keep theirs."""
     own = dist.new_group(list(range(group.size())))
     captured = []
     with simulation(delays_us=50, poison=True) as made:
         for rows in (2, 4096, 3):
-            values = values_of(group, seed, rows)
-            call, expected = cases(own, values)["gather"]
-            warm_up(made, lambda call=call: [call()])
+            case = cases(own, refill(zeros(group.size(), rows)))["gather"]
+            warm_up(made, lambda case=case: [case[0]()])
             made.tree = True
-            captured.append((*graphed(made, call), expected))
+            captured.append((case, *graphed(made, case[0])))
             made.tree = False
         (kind,) = cuda.workspaces_of(memory.resolve(own)).graphs.values()
         (shared,) = kind.by_pool.values()
         assert len(shared) == 2
-        for graph, out, expected in captured:
+        for case, graph, out in captured:
             graph.replay()
-            torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
+            check("gather", case, out)
         # Graphs captured by users may be replayed at the same time, so each needs a workspace.
         with pytest.raises(RuntimeError, match="there is none; none can be made while a graph"):
-            graphed(made, call)
+            graphed(made, case[0])
     dist.destroy_process_group(own)
 
 
 def test_a_larger_call_takes_a_larger_workspace(ranks: Ranks) -> None:
-    ranks.run(2, growing, random.randrange(1 << 30))
+    ranks.run(2, growing)
 
 
 def test_a_gpu_asks_torchs_graph_trees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,28 +180,6 @@ def on_other_streams(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_callers_may_use_other_streams(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, on_other_streams)
-
-
-def both_ways(group: dist.ProcessGroup) -> None:
-    W = group.size()
-    torch.manual_seed(torch.initial_seed() + group.rank())
-    for features, causal in ((64, False), (128, True)):
-        q, k, v = (torch.randn(1, 4, 256, features).bfloat16() for _ in range(3))
-        balancer = symm_cp.HeadTail(256 * W, W)
-        results = []
-        for algorithm in ("pipeline", "together"):
-            with unittest.mock.patch.dict(os.environ, {"SYMM_CP_ATTENTION": algorithm}):
-                results.append(
-                    symm_cp.all_gather_attention(
-                        q, k, v, group=group, is_causal=causal, load_balancer=balancer
-                    )
-                )
-        torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_attention_in_both_ways(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, both_ways)
 
 
 def by_tiles(group: dist.ProcessGroup) -> None:

@@ -45,25 +45,28 @@ def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
     return torch.randn(group.size(), *shape)
 
 
+DTYPES = [torch.float32, torch.complex64, torch.complex128, torch.int32, torch.uint8, torch.float16]
+
+
 def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
     rank, W = group.rank(), group.size()
     with simulation(**mode) as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 16)
-        for turn in range(6):
-            rows = stacked(group, 3, 5)
-            full = stacked(group, W * 2, 3)
-            shard, whole = rows[rank].clone(), full[rank].clone()
+        for turn, dtype in enumerate(2 * DTYPES):
+            numbers = (8 * stacked(group, W * 2, 3)).to(dtype)
+            rows = numbers * (1 - 2j) if dtype.is_complex else numbers
+            given = rows[rank].clone()
             in_place = turn % 2 == 1
             if in_place:
-                shard, whole = symmetric(shard, group), symmetric(whole, group)
-            gathered = all_gather(shard, group.group_name)
-            op = random.choice(["sum", "avg"])
-            scattered = reduce_scatter(whole, op, group.group_name)
+                given = symmetric(given, group)
+            fractions = dtype.is_complex or dtype.is_floating_point
+            op = random.choice(["sum", "avg"] if fractions else ["sum"])
+            gathered = all_gather(given, group.group_name)
+            scattered = reduce_scatter(given, op, group.group_name)
             if not in_place:  # the caller may have its input back at once
-                shard.fill_(torch.nan)
-                whole.fill_(torch.nan)
+                given.zero_()
             assert torch.equal(wait(gathered), rows.flatten(0, 1))
-            total = full.sum(0) if op == "sum" else full.mean(0)
+            total = rows.sum(0, dtype=dtype) if op == "sum" else rows.mean(0)
             torch.testing.assert_close(wait(scattered), total.chunk(W)[rank])
 
 
@@ -102,34 +105,6 @@ def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> No
 def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks) -> None:
     mode = {"one_queue": False, "lazy_loading": False}
     ranks.run(3, begun_before_the_peers, mode)
-
-
-def groups_in_any_order(group: dist.ProcessGroup) -> None:
-    """Each rank calls two groups from two threads, and every second rank in another order."""
-    W, rank = group.size(), group.rank()
-    other = dist.new_group(list(range(W)))
-    rows, weight = stacked(group, 8, 4), torch.randn(4, 3)
-    with simulation(one_queue=False, lazy_loading=False) as made:
-
-        def call(over: dist.ProcessGroup) -> torch.Tensor:
-            with made.stream():
-                return symm_cp.all_gather_matmul(rows[rank], weight, gather_dim=0, group=over)
-
-        for over in (group, other):  # makes the workspaces
-            call(over)
-        with ThreadPoolExecutor(2) as pool:
-            calls = []
-            for over in (group, other) if rank % 2 else (other, group):
-                calls.append(pool.submit(call, over))
-                time.sleep(0.2)  # the first call's copies are issued before those of the second
-            for each in calls:
-                torch.testing.assert_close(each.result(), rows.flatten(0, 1) @ weight)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_threads_may_call_groups_in_different_orders(ranks: Ranks, world_size: int) -> None:
-    """Streams of one group never wait behind those of another one."""
-    ranks.run(world_size, groups_in_any_order)
 
 
 def grown_beside_a_late_peer(group: dist.ProcessGroup) -> None:
@@ -401,21 +376,3 @@ def waits_there(group: dist.ProcessGroup) -> None:
 
 def test_transfers_are_waited_for_on_their_device(ranks: Ranks) -> None:
     ranks.run(2, waits_there)
-
-
-def any_dtype(group: dist.ProcessGroup) -> None:
-    rank = group.rank()
-    for dtype in (torch.complex64, torch.complex128, torch.int32, torch.uint8, torch.float16):
-        numbers = 8 * stacked(group, 2 * group.size(), 3)
-        rows = numbers.mul(1 - 2j).to(dtype) if dtype.is_complex else numbers.to(dtype)
-        op = "avg" if dtype.is_complex or dtype.is_floating_point else "sum"
-        with simulation():
-            found = wait(reduce_scatter(rows[rank], op, group.group_name))
-            gathered = wait(all_gather(rows[rank], group.group_name))
-        expected = rows.sum(0, dtype=dtype) if op == "sum" else rows.mean(0)
-        torch.testing.assert_close(found, expected.chunk(group.size())[rank])
-        assert torch.equal(gathered, rows.flatten(0, 1))
-
-
-def test_background_collectives_of_any_dtype(ranks: Ranks) -> None:
-    ranks.run(3, any_dtype)

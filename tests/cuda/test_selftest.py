@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,14 +30,31 @@ CPU = torch.device("cpu")
 exhaustive = pytest.mark.exhaustive
 
 
-class Faulty(SimulatedDevice):
-    """A device on which rank 1 drops or alters some commands."""
+@dataclass(frozen=True)
+class Fault:
+    """How rank 1 alters commands, and how ranks allocate workspaces."""
 
-    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
-        return commands
+    alter: Callable[[Commands], Commands] | None = None
+    #: Where commands are altered: "", "in graphs" or "in batches".
+    only: str = ""
+    allocate: Callable[[Callable[[], Any], int], Any] | None = None
+
+
+NONE = Fault()
+
+
+class Faulty(SimulatedDevice):
+    """A device with a fault, whose verdict is the self-test's."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
 
     def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
         return FaultyWorkspace(group, self, channel, slot_bytes, **options)
+
+    def verdict(self, group: memory.Group) -> Verdict:
+        return selftest.verdict(group, self)
 
 
 class FaultyWorkspace(SymmetricWorkspace):
@@ -45,102 +65,59 @@ class FaultyWorkspace(SymmetricWorkspace):
         self.single = single
         super().set_single_copies(single=single)
 
+    def allocate(self, group: memory.Group, nbytes: int) -> Any:
+        fault, allocate = self.device.fault, partial(super().allocate, group, nbytes)
+        return allocate() if fault.allocate is None else fault.allocate(allocate, group.rank)
+
     def issue(self, commands: Any, *rest: Any, **named: Any) -> None:
-        if self.rank == 1:
-            capturing = self.slots == 1
-            kept = self.device.fault(list(commands), single=self.single, capturing=capturing)
-            commands = (wire.Command * len(kept))(*kept)
+        fault = self.device.fault
+        here = {"": True, "in graphs": self.slots == 1, "in batches": not self.single}
+        if fault.alter is not None and self.rank == 1 and here[fault.only]:
+            altered = fault.alter(list(commands))
+            commands = (wire.Command * len(altered))(*altered)
         super().issue(commands, *rest, **named)
 
 
-class LosesSignals(Faulty):
-    def fault(self, commands: Commands, **options: bool) -> Commands:
-        return [command for command in commands if command.kind != SIGNAL]
+def loses_signals(commands: Commands) -> Commands:
+    return [command for command in commands if command.kind != SIGNAL]
 
 
-class LosesSignalsInGraphs(Faulty):
-    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
-        return [command for command in commands if command.kind != SIGNAL or not capturing]
-
-
-def shortened(commands: Commands) -> Commands:
+def shortens(commands: Commands) -> Commands:
     for command in [c for c in commands if c.kind == COPY and c.remote][-1:]:
         command.bytes -= 1
     return commands
 
 
-class ShortensCopies(Faulty):
-    def fault(self, commands: Commands, **options: bool) -> Commands:
-        return shortened(commands)
+def dies(commands: Commands) -> Commands:
+    if any(command.kind == SIGNAL for command in commands):
+        os._exit(3)
+    return commands
 
 
-class ShortensBatches(Faulty):
-    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
-        return commands if single else shortened(commands)
-
-
-class ShortensCopiesInGraphs(Faulty):
-    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
-        return shortened(commands) if capturing else commands
-
-
-class Dies(Faulty):
-    def fault(self, commands: Commands, **options: bool) -> Commands:
-        if any(command.kind == SIGNAL for command in commands):
-            os._exit(3)
-        return commands
-
-
-class CannotMap(SimulatedDevice):
-    """Its memory cannot be mapped by peers, as on GPUs without peer access, or in MIG mode."""
-
-    everywhere = True
-
-    def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
-        return UnmappedWorkspace(group, self, channel, slot_bytes, **options)
-
-
-class CannotMapOne(CannotMap):
-    everywhere = False
-
-
-class UnmappedWorkspace(SymmetricWorkspace):
-    device: CannotMap
-
-    def allocate(self, group: memory.Group, nbytes: int) -> Any:
-        made = super().allocate(group, nbytes)
-        if self.device.everywhere or group.rank == 1:
-            raise RuntimeError("CUDA driver error: invalid device ordinal")
-        return made
-
-
-class IsSlowToAllocate(SimulatedDevice):
-    def workspace(self, group: memory.Group, *args: Any, **options: Any) -> Any:
-        if group.rank == 1:
-            time.sleep(5)
-        return super().workspace(group, *args, **options)
-
-
-class Judged:
-    """A device whose verdict is the self-test's."""
-
-    def verdict(self, group: memory.Group) -> Verdict:
-        assert isinstance(self, SimulatedDevice)
-        return selftest.verdict(group, self)
-
-
-class IsSlowToReturn(Faulty):
+def is_slow(commands: Commands) -> Commands:
     """The driver holds up the thread that calls it."""
-
-    def fault(self, commands: Commands, **options: bool) -> Commands:
-        if any(command.kind == SIGNAL for command in commands):
-            time.sleep(3)
-        return commands
+    if any(command.kind == SIGNAL for command in commands):
+        time.sleep(3)
+    return commands
 
 
-def judge(
-    group: dist.ProcessGroup, kind: type[SimulatedDevice], modes: dict[str, Any]
-) -> tuple[Any, ...]:
+def cannot_map(allocate: Callable[[], Any], rank: int) -> Any:
+    """Peers cannot map the memory, as on GPUs without peer access, or in MIG mode."""
+    allocate()
+    raise RuntimeError("CUDA driver error: invalid device ordinal")
+
+
+def cannot_map_one(allocate: Callable[[], Any], rank: int) -> Any:
+    return cannot_map(allocate, rank) if rank == 1 else allocate()
+
+
+def is_slow_to_allocate(allocate: Callable[[], Any], rank: int) -> Any:
+    if rank == 1:
+        time.sleep(5)
+    return allocate()
+
+
+def judge(group: dist.ProcessGroup, fault: Fault, modes: dict[str, Any]) -> tuple[Any, ...]:
     """Returns the features that the verdict allows and its reason, or an error."""
     with (
         simulation(**modes) as made,
@@ -149,7 +126,7 @@ def judge(
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        device = kind()
+        device = Faulty(fault)
         device.driver = made.driver
         try:
             found = selftest.SelfTest(memory.resolve(group), device).run()
@@ -170,64 +147,58 @@ NO_GRAPHS = (True, True, False)
 NOTHING = (False, False, False)
 UNORDERED = "waits that do not acquire"
 TO_OTHERS = "so ranks exchange data through the process group"
+#: Cases of plain runs.
+PLAIN = ("all", "one queue", "lost signals", "short batches", UNORDERED, "memory of one")
 
 
-def case(
-    name: str, expected: Any, reason: str, *, kind: Any = SimulatedDevice, **modes: Any
-) -> Any:
-    plain = name in (
-        "all",
-        "one queue",
-        "lost signals",
-        "short batches",
-        UNORDERED,
-        "memory of one",
-    )
-    marks = () if plain else exhaustive
-    return pytest.param(kind, modes, expected, reason, id=name.replace(" ", "-"), marks=marks)
+def case(name: str, expected: Any, reason: str, fault: Fault = NONE, **modes: Any) -> Any:
+    marks = () if name in PLAIN else exhaustive
+    return pytest.param(fault, modes, expected, reason, id=name.replace(" ", "-"), marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("kind", "modes", "expected", "reason"),
+    ("fault", "modes", "expected", "reason"),
     [
         case("all", ALL, ""),
         case("contexts", ALL, "", contexts=True),
         case("lazy loading", ALL, "", lazy_loading=True),
         case("one queue", ALL, "", one_queue=True),
         case("CUDA 12.8", ALL, "", driver_version=12080),
-        case(
-            "CUDA 12.4",
-            NOTHING,
-            "ranks [0, 1, 2] are too old",
-            driver_version=12040,
-        ),
+        case("CUDA 12.4", NOTHING, "ranks [0, 1, 2] are too old", driver_version=12040),
         case("refused writes", NOTHING, "NOT_SUPPORTED", faults={"write": "refuse"}),
         case("lost writes", NOTHING, "the flag is 0, not 3", faults={"write": "ignore"}),
         case("refused waits", NOTHING, "NOT_SUPPORTED", faults={"wait": "refuse"}),
         case("no waits", NOTHING, "bytes from rank", faults={"wait": "ignore"}),
         case(UNORDERED, NOTHING, "bytes from rank", faults={"wait": "reorder"}),
         case("stuck waits", None, "different SYMM_CP_HOST on each rank", faults={"wait": "hang"}),
-        case("lost signals", NOTHING, "signals of ranks [1] did not", kind=LosesSignals),
+        case("lost signals", NOTHING, "signals of ranks [1] did not", Fault(loses_signals)),
         case("lost copies", NOTHING, TO_OTHERS, faults={"peer_copy": "ignore"}),
         case("refused copies", NOTHING, TO_OTHERS, faults={"peer_copy": "refuse"}),
         case("stuck copies", None, "stay stuck", faults={"peer_copy": "hang"}),
-        case("short copies", NOTHING, "1 of 16384 bytes from rank", kind=ShortensCopies),
-        case("short batches", SINGLE, "one after", kind=ShortensBatches),
+        case("short copies", NOTHING, "1 of 16384 bytes from rank", Fault(shortens)),
+        case("short batches", SINGLE, "one after", Fault(shortens, "in batches")),
         case("refused batches", SINGLE, "one after", faults={"batch": "refuse"}),
         case("lost batches", SINGLE, "one after", faults={"batch": "ignore"}),
-        case("lost in graphs", NO_GRAPHS, "a graph", kind=LosesSignalsInGraphs),
-        case("short in graphs", NO_GRAPHS, "a graph", kind=ShortensCopiesInGraphs),
-        case("memory", NOTHING, "memory for peers failed on rank 0: RuntimeErr", kind=CannotMap),
-        case("memory of one", NOTHING, "failed on rank 1: RuntimeErr", kind=CannotMapOne),
-        case("slow memory", None, "the driver did not return", kind=IsSlowToAllocate),
-        case("slow driver", None, "the driver did not return", kind=IsSlowToReturn),
+        case("lost in graphs", NO_GRAPHS, "a graph", Fault(loses_signals, "in graphs")),
+        case("short in graphs", NO_GRAPHS, "a graph", Fault(shortens, "in graphs")),
+        case(
+            "memory",
+            NOTHING,
+            "memory for peers failed on rank 0: RuntimeErr",
+            Fault(allocate=cannot_map),
+        ),
+        case(
+            "memory of one", NOTHING, "failed on rank 1: RuntimeErr", Fault(allocate=cannot_map_one)
+        ),
+        case("slow memory", None, "the driver did not return", Fault(allocate=is_slow_to_allocate)),
+        case("slow driver", None, "the driver did not return", Fault(is_slow)),
     ],
 )
 def test_what_does_not_work_is_replaced(
-    ranks: Ranks, kind: Any, modes: dict[str, Any], expected: Any, reason: str
+    ranks: Ranks, fault: Fault, modes: dict[str, Any], expected: Any, reason: str
 ) -> None:
     """All ranks come to the same verdict, or raise the same error."""
-    results = ranks.run(3, judge, kind, modes)
+    results = ranks.run(3, judge, fault, modes)
     assert len(set(results)) == 1
     allowed, why = results[0]
     if expected is None:
@@ -240,7 +211,7 @@ def test_what_does_not_work_is_replaced(
 
 @exhaustive
 def test_a_rank_that_dies_in_the_self_test_is_named(ranks: Ranks) -> None:
-    with ranks.own(3, judge, Dies, {}) as running:
+    with ranks.own(3, judge, Fault(dies), {}) as running:
         first, _, last = running.outcomes(timeout=60)
     for survivor in (first, last):
         assert survivor.result is not None, survivor
@@ -259,7 +230,7 @@ def captured_at_first(group: dist.ProcessGroup) -> None:
         selftest.verdict(memory.resolve(group), device)
 
 
-def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[Any, list[str]]:
+def in_training(group: dist.ProcessGroup, fault: Fault) -> tuple[Any, list[str]]:
     """Whether the self-test passed, and the errors of wrong results afterwards."""
     with (
         simulation(),
@@ -267,8 +238,7 @@ def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        device = type("Device", (Judged, kind), {})()
-        with cuda.replaced(CPU, device):
+        with cuda.replaced(CPU, Faulty(fault)):
             wrong = [
                 f"{check.name}: {check.wrong(check.run())}"
                 for check in checks(group, CPU)
@@ -279,17 +249,17 @@ def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("kind", "passed"),
+    ("fault", "passed"),
     [
-        pytest.param(LosesSignals, False, marks=exhaustive),
-        pytest.param(ShortensBatches, True, marks=exhaustive),
-        pytest.param(ShortensCopiesInGraphs, True, marks=exhaustive),
-        pytest.param(ShortensCopies, False),
+        pytest.param(Fault(loses_signals), False, marks=exhaustive),
+        pytest.param(Fault(shortens, "in batches"), True, marks=exhaustive),
+        pytest.param(Fault(shortens, "in graphs"), True, marks=exhaustive),
+        pytest.param(Fault(shortens), False),
     ],
 )
-def test_what_is_broken_reaches_no_training_step(ranks: Ranks, kind: Any, passed: bool) -> None:
+def test_what_is_broken_reaches_no_training_step(ranks: Ranks, fault: Fault, passed: bool) -> None:
     """The device stays broken after the self-test; ops avoid its broken features."""
-    with ranks.own(2, in_training, kind) as running:
+    with ranks.own(2, in_training, fault) as running:
         outcomes = running.outcomes(timeout=60)
     assert [outcome.result for outcome in outcomes] == [(passed, [])] * 2, outcomes
 

@@ -14,40 +14,17 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import cuda
 from symm_cp.cuda.gpu import CudaDevice
-from symm_cp.group import memory
-from symm_cp.ops.common import device_kernels
 from symm_cp.testing import Ranks
+from tests.cuda.op_cases import cases, check, refill, zeros
 from tests.cuda.simulated import simulated_device, simulation
-
-all_gather = device_kernels["_low_contention_all_gather"]
-wait = torch.ops._c10d_functional.wait_tensor
 
 
 def a_call(group: dist.ProcessGroup) -> None:
     """Calls an op on each of the two channels, and checks the results."""
-    rows, weight = torch.randn(group.size(), 4, 6), torch.randn(6, 5)
-    gathered = all_gather(rows[group.rank()], group.group_name)
-    full = torch.randn(group.size(), 2 * group.size(), 6)
-    out = symm_cp.matmul_reduce_scatter(full[group.rank()], weight, scatter_dim=0, group=group)
-    expected = (full @ weight).sum(0).chunk(group.size())[group.rank()]
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(wait(gathered), rows.flatten(0, 1))
-
-
-def of_version(group: dist.ProcessGroup, version: int, graph: bool) -> None:
-    with simulation(graph=graph, driver_version=version) as made:
-        cuda.reserve_on(memory.resolve(group), made, 1 << 10)
-        for _ in range(3):
-            a_call(group)
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("version", [12050, 13000, 13010])
-def test_signals_by_streams_on_each_driver(ranks: Ranks, version: int, graph: bool) -> None:
-    """Drivers without batched copies, with them, and without writes to peers' memory."""
-    ranks.run(2, of_version, version, graph)
+    made, names = cases(group, refill(zeros(group.size()))), ("background gather", "scatter")
+    for name, out in [(name, made[name][0]()) for name in names]:
+        check(name, made[name], out)
 
 
 @pytest.mark.parametrize(("version", "works"), [(12040, False), (12050, True), (13010, True)])

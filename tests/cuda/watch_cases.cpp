@@ -127,19 +127,6 @@ void kill_and_wait(pid_t pid) {
   waitid(P_PID, pid, &info, WEXITED | WNOWAIT);
 }
 
-void a_wait_ends_or_times_out() {
-  Rank rank;
-  rank.waits.expect(0, kReadyFlag, 1, 1, "op");
-  CHECK(!rank.aborts("", 100ms));
-  rank.raise(kReadyFlag, 0, 1);
-  CHECK(!rank.aborts("", 2 * kTimeout));
-  rank.waits.expect(1, kReadyFlag, 2, 2, "other");
-  CHECK(
-      rank.aborts("other in group 'g': rank 2 waiting for flag 'ready' of rank 1 (call 2, seen 0): "
-                  "timed out after 400 ms"));
-  CHECK(rank.reason.find("driver") == std::string::npos);
-}
-
 void a_driver_that_hangs_holds_up_nobody_else() {
   Rank rank;
   rank.waits.expect(0, kReadyFlag, 1, 1, "op");
@@ -175,13 +162,6 @@ void a_dead_peer_that_had_signalled_is_no_failure() {
   CHECK(!rank.aborts("", 100ms));
   rank.waits.expect(0, kReadyFlag, 2, 2, "op");
   CHECK(rank.aborts("rank 0 died", 200ms));
-}
-
-void marks_end_waits() {
-  Rank rank;
-  rank.waits.expect(0, kReadyFlag, 1, 1, "op");
-  rank.raise(kGaveUpFlag, 0, 1);
-  CHECK(rank.aborts("rank 0 aborted the call; see its stderr", 200ms));
 }
 
 void a_signal_from_a_drained_stream_is_no_signal() {
@@ -275,10 +255,8 @@ void threads_meet_without_races() {
 }  // namespace
 
 int main() {
-  a_wait_ends_or_times_out();
   a_driver_that_hangs_holds_up_nobody_else();
   a_dead_peer_that_had_signalled_is_no_failure();
-  marks_end_waits();
   a_signal_from_a_drained_stream_is_no_signal();
   a_rank_that_gave_up_waits_for_what_comes_naturally();
   a_rank_that_gave_up_is_drained_when_no_peer_is_left();

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from symm_cp.cuda import plans
 from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys, must_count_keys
@@ -102,9 +103,9 @@ def _queries_over(
     """
     name, own = f"{op}: numbers of queries", grid.columns[grid.column_of(group.rank)]
     with propagates_failure(grid.keys, calling=grid.heads, mesh=True):
-        counts = [count for (count,) in numbers_of_all(group_of(grid.heads), name, [rows])]
+        counts = _numbers_of_all(group_of(grid.heads), name, rows)
     with propagates_failure(grid.heads, calling=grid.keys, mesh=True):
-        sums = [total for (total,) in numbers_of_all(group_of(grid.keys), name, [sum(counts)])]
+        sums = _numbers_of_all(group_of(grid.keys), name, sum(counts))
     for layout in known:
         of_columns = [sum(layout.lengths[rank] for rank in column) for column in grid.columns]
         if of_columns == sums and [layout.lengths[rank] for rank in own] == counts:
@@ -120,8 +121,15 @@ def _layout_by_counts(
     op: str, group: Group, noun: str, rows: int, known: Sequence[SequenceLayout]
 ) -> SequenceLayout:
     """Returns the layout of a sequence with `rows` rows on this rank. Collective."""
-    of_all = numbers_of_all(group, f"{op}: numbers of {noun}", [rows])
-    return _layout_with([count for (count,) in of_all], known)
+    return _layout_with(_numbers_of_all(group, f"{op}: numbers of {noun}", rows), known)
+
+
+def _numbers_of_all(group: Group, name: str, number: int) -> list[int]:
+    """Returns the number of each rank, in rank order. Collective."""
+    if group.world_size > 1 and (plan := plans.current()) is not None:
+        # A rank with a plan would not ask again, and a peer without one would wait for it.
+        plan.refuse("ranks exchange numbers on the host")
+    return [each for (each,) in numbers_of_all(group, name, [number])]
 
 
 def _layout_with(lengths: list[int], known: Sequence[SequenceLayout]) -> SequenceLayout:

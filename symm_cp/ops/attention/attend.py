@@ -239,17 +239,18 @@ def with_grad_of_lse(
     The gradient of a score is weight * (grad_out . v - grad_out . out), plus weight * grad_lse: so
     kernels need not know of it, and ranks exchange the same whether they have one or not.
 
-    The change is to the feature of `out` where `grad_out` is largest. Where `grad_out` is below
-    2^-60 of `grad_lse`, it gets that value there: the error is below any rounding, and `out` stays
-    in range. In float16, whose range is small, it is 2^-12, or the smallest number.
+    The feature of `out` changes where `grad_out` is largest. If that is below 2^-60 of `grad_lse`,
+    `grad_out` gets this value there, so that `out` stays in range: the error is below any rounding.
+    In float16, whose range is small, it is 2^-12, or the smallest number.
     """
     if grad_lse is None or out.numel() == 0:
         return grad_out, out
     less = grad_lse.unsqueeze(-1).to(wide(out.dtype))
     at = grad_out.abs().argmax(-1, keepdim=True)
-    largest = grad_out.gather(-1, at)
+    grad_there, out_there = grad_out.gather(-1, at), out.gather(-1, at)
     share, least = (2.0**-12, 2.0**-24) if out.dtype == torch.float16 else (2.0**-60, 2.0**-120)
     floor = (less.abs() * share).clamp_min(least).masked_fill(less == 0, 0)
-    largest = torch.where(largest.abs() < floor, floor, largest).to(out.dtype)
-    changed = out.gather(-1, at) - (less / largest).masked_fill(less == 0, 0)
-    return grad_out.scatter(-1, at, largest), out.scatter(-1, at, changed.to(out.dtype))
+    largest = torch.where(grad_there.abs() < floor, floor, grad_there).to(out.dtype)
+    changed = (grad_there * out_there.to(less.dtype) - less) / largest
+    changed = torch.where(less == 0, out_there, changed.to(out.dtype))
+    return grad_out.scatter(-1, at, largest), out.scatter(-1, at, changed)

@@ -112,10 +112,11 @@ def attention(group: dist.ProcessGroup, rand: Rand) -> dict[str, Call]:
         "query_chunk_lengths": [S] * W,
     }
 
-    def attend(method: str) -> Callable[..., Tensors]:
-        def run(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Tensors:
+    def attend(method: str, **options: Any) -> Callable[..., Tensors]:
+        def run(q: Any, k: Any, v: Any, *terms: Any) -> Tensors:
+            given = options | dict(zip(("sinks", "bias"), terms, strict=False))
             out, lse = OPS.fused_all_gather_attention(
-                q, k, v, group.group_name, sinks=sinks, bias=bias, method=method, **options
+                q, k, v, group.group_name, method=method, **given
             )
             return [out, lse.nan_to_num(neginf=0)]  # some rows see nothing
 
@@ -130,14 +131,21 @@ def attention(group: dist.ProcessGroup, rand: Rand) -> dict[str, Call]:
     own = positions[positions // 2 % W == group.rank()]
     query = torch.randn(2, 2 * W, 3, 4, generator=same).to(rand(1))
     keys = [rand(2, 2, len(own), n) for n in (4, 3)]
-    return {
-        f"attention, {method}": Call(attend(method), inputs) for method in ("allgather", "ulysses")
-    } | {
-        "spread cache": Call(
-            lambda *x: list(symm_cp.spread_cache_attention(*x, key_positions=own, **cached)),
-            [query, *keys],
-        )
-    }
+    sunk = [rand(2, W, S, 4), rand(2, W, S, 4), rand(2, W, S, 4), sinks]
+    methods = "allgather", "ulysses"
+    return (
+        {f"attention, {method}": Call(attend(method, **options), inputs) for method in methods}
+        | {
+            f"causal attention, {method}": Call(attend(method, is_causal=True), sunk)
+            for method in methods
+        }
+        | {
+            "spread cache": Call(
+                lambda *x: list(symm_cp.spread_cache_attention(*x, key_positions=own, **cached)),
+                [query, *keys],
+            )
+        }
+    )
 
 
 def heads(group: dist.ProcessGroup, rand: Rand) -> dict[str, Call]:

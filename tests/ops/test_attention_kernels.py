@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.ops.attention import kernels as attention_kernels
+from symm_cp.ops.attention.attend import with_grad_of_lse
 from symm_cp.ops.attention.tiles import additive
 from symm_cp.schedule.tiles import Tile, squares
 
@@ -209,3 +211,24 @@ def test_causal_masks_with_a_scale_that_is_not_positive(scale: float) -> None:
     scores = (scale * (q @ k.mT)).masked_fill(hidden, -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_of_lse_as_part_of_the_output(dtype: torch.dtype) -> None:
+    """Kernels subtract grad_out . out from each row, which must be less by the gradient of lse."""
+    eps = torch.finfo(dtype).eps
+    for of_lse, of_out in itertools.product((0.0, 1e-7, 1e-3, 100.0), (0.0, 1e-7, 1.0)):
+        grad_out, out = (torch.randn(2, 3, 20, 9).to(dtype) for _ in range(2))
+        grad_out[:, 1] *= of_out
+        grad_lse = torch.randn(2, 3, 20) * of_lse
+        grad_lse[0, :, :5] = 0
+        changed = with_grad_of_lse(grad_out, out, grad_lse)
+        terms = grad_out.double() * out.double()
+        wanted, size = terms.sum(-1) - grad_lse.double(), terms.abs().sum(-1) + grad_lse.abs()
+        found = (changed[0].double() * changed[1].double()).sum(-1)
+        assert ((found - wanted).abs() <= 2 * eps * size).all(), (of_lse, of_out)
+        # Gradients of values change by less than rounding, or by two of the smallest numbers.
+        most = grad_lse.abs().unsqueeze(-1) * eps / 2 + 2.0**-23 * (dtype == torch.float16)
+        assert ((changed[0] - grad_out).abs() <= most).all(), (of_lse, of_out)
+        assert all(map(torch.equal, with_grad_of_lse(grad_out, out, grad_lse * 0), (grad_out, out)))
+        assert with_grad_of_lse(grad_out, out, None) == (grad_out, out)

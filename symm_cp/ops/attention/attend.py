@@ -15,20 +15,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import pipeline, together
-from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.pipeline import AttentionInputs, Grad, ScoreTerms, Tensors
 from symm_cp.ops.attention.scoring import ScoredTiles
-from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
+from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import Backward, Forward, as_dtype, dense_features
 from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Tile, most_parts
+from symm_cp.tensors.dtypes import wide
 
 #: The output of attention, and its log-sum-exp.
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -213,12 +212,8 @@ class OptionTiles:
         """See `TileKernel`."""
         spec, bias = self.spec, terms.bias if bias_grad else None
         scored = ScoredTiles.of(inputs.query, spec, self.place[0], terms.bias)
-        if inputs.grad_lse is not None and scored is None:
-            spec, inputs = _with_grad_lse(spec, inputs)
-        query, key, value, out, lse, grad_out, grad_lse = inputs
-        backward = Backward(
-            grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
-        )
+        query, key, value, out, lse, grad_out = inputs
+        backward = Backward(grad_out, query, out, lse, spec, scored=scored, bias=bias)
 
         def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
             tiles = self._tiles(owner, query.shape[2])
@@ -236,24 +231,26 @@ def place_of(group: Group | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank, group.world_size)
 
 
-def _with_grad_lse(
-    spec: AttentionSpec, inputs: AttentionInputs
-) -> tuple[AttentionSpec, AttentionInputs]:
-    """Returns inputs that make torch's kernels add the gradient of the log-sum-exp.
+def with_grad_of_lse(
+    grad_out: torch.Tensor, out: torch.Tensor, grad_lse: Grad
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `grad_out` and `out` whose inner product in each row is less by `grad_lse`.
 
-    Their gradient of a score is weight * (grad_out . v - grad_out . out). One more feature, 0 in v,
-    1 in grad_out and -grad_lse in out, adds weight * grad_lse.
+    The gradient of a score is weight * (grad_out . v - grad_out . out), plus weight * grad_lse: so
+    kernels need not know of it, and ranks exchange the same whether they have one or not.
+
+    The feature of `out` changes where `grad_out` is largest. If that is below 2^-60 of `grad_lse`,
+    `grad_out` gets this value there, so that `out` stays in range: the error is below any rounding.
+    In float16, whose range is small, it is 2^-12, or the smallest number.
     """
-    query, key, value, out, lse, grad_out, grad_lse = inputs
-    assert grad_lse is not None
-    # CUDA kernels need a multiple of 8 features.
-    padding = 1 if query.device.type == "cpu" else -value.shape[3] % 8 or 8
-    scale = factor_of(query, spec.scale)
-    if query.shape[3] == value.shape[3]:  # as most kernels require
-        query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
-    value = F.pad(value, (0, padding))
-    spec = replace(spec, scale=scale, value_features=value_features_of(query, value))
-    grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
-    extra = -grad_lse.unsqueeze(-1).to(out.dtype)
-    out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
-    return spec, AttentionInputs(query, key, value, out, lse, grad_out, None)
+    if grad_lse is None or out.numel() == 0:
+        return grad_out, out
+    less = grad_lse.unsqueeze(-1).to(wide(out.dtype))
+    at = grad_out.abs().argmax(-1, keepdim=True)
+    grad_there, out_there = grad_out.gather(-1, at), out.gather(-1, at)
+    share, least = (2.0**-12, 2.0**-24) if out.dtype == torch.float16 else (2.0**-60, 2.0**-120)
+    floor = (less.abs() * share).clamp_min(least).masked_fill(less == 0, 0)
+    largest = torch.where(grad_there.abs() < floor, floor, grad_there).to(out.dtype)
+    changed = (grad_there * out_there.to(less.dtype) - less) / largest
+    changed = torch.where(less == 0, out_there, changed.to(out.dtype))
+    return grad_out.scatter(-1, at, largest), out.scatter(-1, at, changed)

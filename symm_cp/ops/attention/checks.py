@@ -50,18 +50,18 @@ def check_tensors(
         raise ValueError(f"{op}: query has {heads} heads, not divisible by {shared} key heads")
 
 
-def check_saved(op: str, query: torch.Tensor, **saved: torch.Tensor) -> None:
-    """Raises unless tensors of a backward pass have the dtype and the shape of the query."""
+def check_saved(op: str, query: torch.Tensor, value: torch.Tensor, **saved: torch.Tensor) -> None:
+    """Raises unless tensors of a backward pass have the dtype and shape of the output."""
+    shape = [*query.shape[:3], value.shape[3]]
     for name, tensor in saved.items():
         if tensor.dtype != query.dtype or tensor.device != query.device or tensor.dim() != 4:
             raise TypeError(
                 f"{op}: {name} is {tensor.dtype} on {tensor.device}, must be a dense {query.dtype} "
                 f"tensor of 4 dimensions on {query.device}"
             )
-        if tensor.shape != query.shape:
+        if list(tensor.shape) != shape:
             raise ValueError(
-                f"{op}: {name} has shape {list(tensor.shape)}, must be the shape of query, "
-                f"{list(query.shape)}"
+                f"{op}: {name} has shape {list(tensor.shape)}, must be {shape}, as the output"
             )
 
 

@@ -20,11 +20,10 @@ from symm_cp import runtime, tuning
 from symm_cp.cuda import plans
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import native_tiles
-from symm_cp.ops.attention.checks import check_saved
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS
 from symm_cp.ops.attention.options import Options
-from symm_cp.ops.attention.pipeline import Grad, Tensors, heads_in_rows
+from symm_cp.ops.attention.pipeline import Tensors, heads_in_rows
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import additive, dense_features, rows_first
@@ -186,14 +185,12 @@ def attend_backward(
     spec: AttentionSpec,
     tensors: Tensors,
     saved: Tensors,
-    grad_lse: Grad,
 ) -> Tensors:
     """Returns the gradients of `tensors`: query, key and value. Collective.
 
     `saved` are the gradient of the output, the output and its log-sum-exp.
     """
     query, key, value = tensors
-    check_saved(op, query, grad_out=saved[0], out=saved[1])
     work = work_of(spec, group.rank, query.shape[2], query.dtype, True)
     name = _name(op, spec, key)
     all_keys = _gather(group, spec, key, value, name)
@@ -202,7 +199,7 @@ def attend_backward(
         group,
         "consume",
         name,
-        lambda: grads.extend(_gradients_of_all(spec, work, query, all_keys, saved, grad_lse)),
+        lambda: grads.extend(_gradients_of_all(spec, work, query, all_keys, saved)),
         before=True,  # another exchange
     )
     own = grads[1:]
@@ -218,7 +215,6 @@ def _gradients_of_all(
     query: torch.Tensor,
     all_keys: Tensors,
     saved: Tensors,
-    grad_lse: Grad,
 ) -> Tensors:
     """Returns the gradients of this rank's queries, and their part of all keys' and values'."""
     query, grad_out = dense_features(query), dense_features(saved[0])
@@ -229,14 +225,14 @@ def _gradients_of_all(
     lse = saved[2].to(wide(query.dtype)).transpose(1, 2).contiguous().transpose(1, 2)
     if work.blind is not None:
         lse = lse.masked_fill(work.blind, torch.inf)  # zero weights
-    if work.form != TILES and grad_lse is None:
+    if work.form != TILES:
         found: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, *all_keys, saved[1], lse, 0.0, False,
             attn_mask=work.mask, scale=spec.scale,
         )  # fmt: skip
         return found
     of_keys, of_query = _zeros(all_keys), rows_first(query, query.shape, wide(query.dtype)).zero_()
-    inner = native_tiles.inner_products(grad_out, saved[1], grad_lse)
+    inner = native_tiles.inner_products(grad_out, saved[1])
     scoring = Scoring(scale=factor_of(query, spec.scale))
     for tile in work.tiles:
         rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)

@@ -72,7 +72,7 @@ def attend(
 
 
 def inner_products(
-    grad_out: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None
+    grad_out: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns the term that the gradients of a row's scores share, (B, H, S) in lse's dtype.
 

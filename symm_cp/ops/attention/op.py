@@ -23,8 +23,8 @@ import torch
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import choice, few_tokens, mesh_calls
-from symm_cp.ops.attention.attend import Attention, OptionTiles, place_of
-from symm_cp.ops.attention.checks import check_scores, check_tensors
+from symm_cp.ops.attention.attend import Attention, OptionTiles, place_of, with_grad_of_lse
+from symm_cp.ops.attention.checks import check_saved, check_scores, check_tensors
 from symm_cp.ops.attention.methods import ALLGATHER
 from symm_cp.ops.attention.options import OPTIONS, Options
 from symm_cp.ops.attention.pipeline import (
@@ -108,20 +108,20 @@ def _attention_backward_kernel(
     group, parsed = group_of(group_name), Options(**options)
     with mesh_calls.propagates_failure(*parsed.method_groups or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, parsed)
+        check_saved(_BACKWARD, query, value, grad_out=grad_out, out=out)
+        grad_out, out = with_grad_of_lse(grad_out, out, grad_logsumexp)
         if few_tokens.serves(group, query, key, value, spec, parsed):
             saved = grad_out, out, logsumexp
             tensors = query, key, value
-            found = few_tokens.attend_backward(
-                _BACKWARD, group, spec, tensors, saved, grad_logsumexp
-            )
+            found = few_tokens.attend_backward(_BACKWARD, group, spec, tensors, saved)
             return *found, query.new_empty(0), query.new_empty(0)
         attention = _attention(_BACKWARD, group, spec, query, key, parsed, backward=True)
     sinks, _ = terms = ScoreTerms(parsed.sinks, parsed.bias)
-    inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out)
     grads, of_bias = attention.backward(_BACKWARD, inputs, terms, bias_grad=bias_grad)
     of_sinks = None
     if sinks is not None and sinks_grad:
-        of_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
+        of_sinks = grad_of_sinks(sinks, grad_out, out, logsumexp)
     of_inputs = (heads_in_rows(grad, own_memory=True) for grad in grads)
     of_terms = (query.new_empty(0) if grad is None else grad for grad in (of_sinks, of_bias))
     return *of_inputs, *of_terms

@@ -43,7 +43,10 @@ class ScoreTerms(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of a backward pass: query, key and value, the results, and their gradients."""
+    """Inputs of a backward pass: query, key and value, the results, and the output's gradient.
+
+    The gradient of the log-sum-exp is part of `out`: see `with_grad_of_lse`.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -51,7 +54,6 @@ class AttentionInputs(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     grad_out: torch.Tensor
-    grad_lse: Grad
 
 
 def consume_keys(

@@ -296,7 +296,6 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> to
 def grad_of_sinks(
     sinks: torch.Tensor,
     grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> torch.Tensor:
@@ -306,8 +305,6 @@ def grad_of_sinks(
         sinks.to(lse.dtype).unsqueeze(-1) - lse.masked_fill(lse == -torch.inf, torch.inf)
     )
     inner = -(grad_out.to(lse.dtype) * out).sum(-1)  # the value vector of a sink is zero
-    if grad_lse is not None:
-        inner += grad_lse
     return (weight * inner).sum((0, 2)).to(sinks.dtype)
 
 
@@ -343,7 +340,7 @@ class Total:
 class Backward:
     """The gradients of one rank's queries, and of each part of the keys and values.
 
-    `scored` is as in `Forward`; `grad_lse` and a `bias` that needs a gradient require it.
+    `scored` is as in `Forward`; a `bias` that needs a gradient requires it.
     """
 
     def __init__(
@@ -355,11 +352,10 @@ class Backward:
         spec: AttentionSpec,
         *,
         scored: ScoredTiles | None = None,
-        grad_lse: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
         self._query, self._out, self._spec, self._scored = query, out, spec, scored
-        self._grad_out, self._grad_lse = dense_features(grad_out), grad_lse
+        self._grad_out = dense_features(grad_out)
         # Makes heads of a row adjacent, as the CPU's kernel returns lse: other strides cost a fifth
         # more time there. Other kernels take lse unchanged.
         if query.device.type == "cpu":
@@ -437,7 +433,7 @@ class Backward:
                 total.add(*extent, part, tile.samples)
             return
         if self._inner is None:
-            self._inner = native_tiles.inner_products(self._grad_out, self._out, self._grad_lse)
+            self._inner = native_tiles.inner_products(self._grad_out, self._out)
         inner = _queries(tile, self._inner)
         of_bias = None if self._grad_bias is None else self._grad_bias[tile.samples]
         of_query, of_key, of_value = (t.rows(*extent, tile.samples) for t, extent in places)

@@ -103,10 +103,8 @@ class UlyssesCall:
         self, op: str, inputs: AttentionInputs, terms: ScoreTerms, attend_backward: AttendBackward
     ) -> tuple[Tensors, Grad]:
         """Returns the gradients of query, key and value, and of the bias. Collective."""
-        query, key, value, out, lse, grad_out, grad_lse = inputs
+        query, key, value, out, lse, grad_out = inputs
         tensors = [query, key, value, out, grad_out, lse.unsqueeze(-1)]
-        if grad_lse is not None:
-            tensors.append(grad_lse.unsqueeze(-1))
         of_bias = None if terms.bias is None else torch.zeros_like(terms.bias)
         # Gradients that several ranks add to are rounded once, after the sum.
         summed = self.shares[0].keys_overlap
@@ -118,18 +116,16 @@ class UlyssesCall:
             return tuple(rows_first(t, t.shape, dtype) for t, dtype in pairs)
 
         def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            q, k, v, out, grad_out, *of_rows = arrived
+            q, k, v, out, grad_out, lse = arrived
             q, k, v = self._repeated(index, q, k, v)
-            lse, *of_lse = (rows.squeeze(-1) for rows in of_rows)
-            inner = AttentionInputs(q, k, v, out, lse, grad_out, of_lse[0] if of_lse else None)
+            inner = AttentionInputs(q, k, v, out, lse.squeeze(-1), grad_out)
             grads, of_heads = attend_backward(index, inner, self._slice(index, terms), summed)
             if of_bias is not None and of_heads is not None:
                 of_bias[slice(*self.heads(index))] = of_heads
             return grads[0], *(self._summed(index, grad).to(dtype) for grad in grads[1:])
 
-        name = self._name(op, query, key, grad_lse is None)
-        kinds = _INPUTS + "q" * (len(tensors) - 3)
-        results = self._pipeline(name, kinds, tensors, work, _INPUTS, new_results)
+        name = self._name(op, query, key)
+        results = self._pipeline(name, _INPUTS + "qqq", tensors, work, _INPUTS, new_results)
         return tuple(as_dtype(grad, query.dtype) for grad in results), of_bias
 
     def _pipeline(
@@ -209,8 +205,8 @@ class UlyssesCall:
         heads = slice(*self.heads(index))
         return ScoreTerms(*(None if tensor is None else tensor[heads] for tensor in terms))
 
-    def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
-        return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
+    def _name(self, op: str, query: torch.Tensor, key: torch.Tensor) -> bytes:
+        return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1])
 
     def _repeated(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

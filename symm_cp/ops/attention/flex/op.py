@@ -25,7 +25,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import choice
-from symm_cp.ops.attention.attend import Attention, BackwardPass, Results, place_of
+from symm_cp.ops.attention.attend import (
+    Attention,
+    BackwardPass,
+    Results,
+    place_of,
+    with_grad_of_lse,
+)
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
@@ -254,21 +260,19 @@ class FunctionTiles:
     ) -> BackwardPass:
         """See `TileKernel`; `more` are the captured tensors, and sums of their gradients."""
         captured, of_captured = more
-        query, key, value, out, lse, grad_out, grad_lse = inputs
+        query, key, value, out, lse, grad_out = inputs
         spec = replace(self.spec, method=rotate_method())  # the current method
         bias = terms.bias if bias_grad else None
         kernels: Backward | None = None
         scored = ScoredTiles.of(query, spec, self.rank, terms.bias)
-        if self.score_mod is None and (grad_lse is None or scored is not None):
-            kernels = Backward(
-                grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
-            )
+        if self.score_mod is None:
+            kernels = Backward(grad_out, query, out, lse, spec, scored=scored, bias=bias)
         else:
             score_mod, leaves = self.score_mod, captured
             if self.captures is not None:
                 score_mod, leaves = self.captures.bound(captured)
             scores = Scores(query, spec.scale, score_mod, self.masks.head_offset)
-            gradients = ScoreGradients(scores, grad_out, grad_lse, out, lse, leaves)
+            gradients = ScoreGradients(scores, grad_out, out, lse, leaves)
 
         def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
             totals = Total(partials[0]), Total(partials[1])
@@ -343,12 +347,13 @@ def flex_backward(
     if isinstance(query, FakeTensor):
         of_inputs = fake_like(query), fake_like(key), fake_like(value)
         return of_inputs, terms, tuple(torch.empty_like(t) for t in captured)
-    inputs = AttentionInputs(query, key, value, out, lse, grad_out, grad_lse)
+    grad_out, out = with_grad_of_lse(grad_out, out, grad_lse)
+    inputs = AttentionInputs(query, key, value, out, lse, grad_out)
     sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in captured]
     grads, of_bias = attention.backward(f"{_OP}_backward", inputs, terms, captured, sums)
     of_sinks = None
     if terms.sinks is not None:
-        of_sinks = grad_of_sinks(terms.sinks, grad_out, grad_lse, out, lse)
+        of_sinks = grad_of_sinks(terms.sinks, grad_out, out, lse)
     of_captured = (grad.to(tensor.dtype) for grad, tensor in zip(sums, captured, strict=True))
     return grads, (of_sinks, of_bias), tuple(of_captured)
 

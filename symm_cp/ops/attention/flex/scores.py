@@ -150,7 +150,6 @@ class ScoreGradients:
         self,
         scores: Scores,
         grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
         captured: Sequence[torch.Tensor],
@@ -160,8 +159,6 @@ class ScoreGradients:
         self._grad_out = grad_out.to(dtype)
         # Subtracted from every dout v^T of a row.
         self._delta = (self._grad_out * out.to(dtype)).sum(-1)
-        if grad_lse is not None:
-            self._delta = self._delta - grad_lse
         self.grad_query = Total(rows_first(out, scores.shape, dtype))
         self.grad_query.finish()
         self.grad_captured = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in captured]

@@ -16,11 +16,11 @@ from torch.nn.attention.flex_attention import (
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.gathered_keys import compiled_flex, original
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
 from symm_cp.context_parallel.sequence_attention import attend_sequence, rows_of
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import Modifier, check_lengths
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.ops.error_reports import names_op
 
 FLEX = "flex_attention"

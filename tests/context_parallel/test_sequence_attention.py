@@ -260,7 +260,7 @@ def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     outs = []
     for mask in (SequenceMask(is_causal=True), SequenceMask(mask_mod=by_head)):
         torch.manual_seed(seed)
-        with entered(region):
+        with entered(region, region.watch()):
             out, _ = attend_sequence(
                 "attention", region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5
             )

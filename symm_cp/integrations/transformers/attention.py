@@ -12,7 +12,6 @@ from transformers import masking_utils
 
 from symm_cp.context_parallel import flex, sdpa
 from symm_cp.context_parallel.flex_hook import current_mode, handled
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -21,6 +20,7 @@ from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.masks import OP, sequence_mask
 from symm_cp.integrations.transformers.positions import SCALED, rescaled
 from symm_cp.integrations.transformers.tables import bias_by_distance
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 
 NAME = SYMM_CP
 

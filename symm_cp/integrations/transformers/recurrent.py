@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from transformers.activations import ACT2FN
 
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.integrations.transformers.in_use import hold
@@ -42,16 +41,18 @@ _RECURRENCES = {*_DELTA_RULES, _SCAN}
 _ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
 
-def use_sequence_before(stack: ExitStack, select: Select) -> None:
+def use_sequence_before(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Has recurrent layers continue across ranks within a region, until the end of `stack`."""
-    for module in select(is_recurrent):
-        function = inspect.unwrap(type(module).forward)
-        hold(stack, module, "forward", types.MethodType(_spread(function), module))
+    for module in parts:
+        if is_recurrent(type(module)):
+            function = inspect.unwrap(type(module).forward)
+            hold(stack, module, "forward", types.MethodType(_spread(function), module))
 
 
-def is_recurrent(module: nn.Module) -> bool:
-    """Tells whether a module is a recurrent layer, by the functions that its forward calls."""
-    function = inspect.unwrap(type(module).forward)
+@functools.cache
+def is_recurrent(kind: type[nn.Module]) -> bool:
+    """Tells whether a class is of recurrent layers, by the functions that its forward calls."""
+    function = inspect.unwrap(kind.forward)
     code = getattr(function, "__code__", None)
     called = set() if code is None else {*code.co_names}
     return _CONVOLUTION in called and bool(_RECURRENCES & called)

@@ -170,7 +170,7 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    options = {
+    options: dict[str, Any] = {
         "is_causal": is_causal,
         "scale": scale,
         "enable_gqa": enable_gqa,

@@ -163,7 +163,7 @@ class RegionMode(FlexMode):
         if func in random_numbers.RANDOM:
             entered = self.entered or any(mode.entered for mode in current_modes())
             return random_numbers.call(self.region, func, args, kwargs, entered=entered)
-        if func in _HIDDEN:
+        if func in _HIDDEN and self.region.world_size > 1:
             raise NotImplementedError(
                 f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "
                 "within context_parallel would attend to this rank's part of the sequence only: "

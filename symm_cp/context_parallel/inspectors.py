@@ -184,7 +184,7 @@ class Verdicts:
         self.limits: dict[nn.Module, tuple[Limit, ...]] = {}
         self.checks_calls: list[nn.Module] = []
         for part in self.parts:  # hundreds of modules, few with a configuration
-            if "config" in part.__dict__ or _may_have_limits(type(part)):
+            if "config" in part.__dict__ or _may_have_limits(part.__class__):
                 if limits := inspector.limits(part):
                     self.limits[part] = tuple(limits)
                 elif isinstance(part, _UNSERVED):

@@ -56,7 +56,7 @@ def limits_of(module: nn.Module) -> list[Limit]:
             )
         )
     if hasattr(module, "base_model_prefix"):
-        limits += _limits_of_class(type(module))
+        limits += _limits_of_class(module.__class__)
         limits += _limits_of_results(module)
         limits += _family_limits(config)
     if not getattr(config, PASSED, False):
@@ -82,7 +82,7 @@ def _family_limits(config: Any) -> Iterator[Limit]:
 
 
 @functools.cache
-def _limits_of_class(kind: type[nn.Module]) -> tuple[Limit, ...]:
+def _limits_of_class(kind: Any) -> tuple[Limit, ...]:
     """Returns limits of inputs that are not cut, and of heads that pool."""
     limits = []
     if makes_own_sequence(kind):
@@ -106,7 +106,7 @@ def _limits_of_class(kind: type[nn.Module]) -> tuple[Limit, ...]:
 
 
 @functools.cache
-def _pooled_result(kind: type[nn.Module]) -> str | None:
+def _pooled_result(kind: Any) -> str | None:
     """Returns the name of a class's result if a pooler computes a part of it."""
     returned = str(inspect.signature(kind.forward).return_annotation)
     name = returned.rpartition(".")[2].rstrip(chr(39) + ">")
@@ -115,7 +115,7 @@ def _pooled_result(kind: type[nn.Module]) -> str | None:
 
 def _limits_of_results(module: nn.Module) -> Iterator[Limit]:
     """Yields limits of results for whole samples."""
-    pooled = _pooled_result(type(module))
+    pooled = _pooled_result(module.__class__)
     if pooled is not None and getattr(module, "pooler", True) is not None:
         yield Limit(
             f"a pooled result ({pooled})",

@@ -46,7 +46,7 @@ def attending(models: Sequence[nn.Module]) -> Iterator[list[nn.Module] | None]:
         yield None
         return
     # Modules that make sequences from images or sounds may run outside; running them within raises.
-    towers = [part for part in parts if makes_own_sequence(type(part))]
+    towers = [part for part in parts if makes_own_sequence(part.__class__)]
     elsewhere = {inner for tower in towers for inner in tower.modules()}
     with ExitStack() as stack:
         for config in configs:

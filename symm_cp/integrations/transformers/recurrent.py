@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import current_mode
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion, without_padding
@@ -44,7 +44,7 @@ _ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 def use_sequence_before(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Has recurrent layers continue across ranks within a region, until the end of `stack`."""
     for module in parts:
-        if is_recurrent(type(module)):
+        if is_recurrent(module.__class__):
             function = inspect.unwrap(type(module).forward)
             hold(stack, module, "forward", types.MethodType(_spread(function), module))
 
@@ -124,10 +124,10 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
 
     A single rank runs transformers' code only without documents: on CPU that code mixes them.
     """
-    within = current_region()
-    if within is None or (within[0].world_size == 1 and _edges(kwargs) is None):
+    mode = current_mode()
+    if mode is None or (mode.region.world_size == 1 and _edges(kwargs) is None):
         return None
-    region = within[0]
+    region = mode.region
     balancer = region.layout(length)
     lengths = balancer.lengths
     if length not in (lengths[region.rank], balancer.rows(region.rank)):
@@ -136,8 +136,8 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
             f"{lengths[region.rank]}: transformers fills the cache of a short sequence with zeros. "
             "Call the model with use_cache=False"
         )
-    within[1].called = True
-    return _Spread(region, within[1], balancer)
+    mode.watch.called = True
+    return _Spread(region, mode.watch, balancer)
 
 
 def _check_state(state: torch.Tensor | None) -> None:

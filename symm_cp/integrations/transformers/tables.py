@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region, spread_region
+from symm_cp.context_parallel.flex_hook import current_mode, spread_region
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.integrations.transformers.in_use import hold
@@ -30,13 +30,13 @@ _TABLE, _BUCKETS = "relative_attention_bias", "_relative_position_bucket"
 def use_positions(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Has tables use the whole sequence's positions within a region, until the end of `stack`."""
     for module in parts:
-        kind = type(module)
+        kind = module.__class__
         if hasattr(kind, _COMPUTE) and hasattr(kind, _BUCKETS):
             hold(stack, module, _COMPUTE, types.MethodType(_compute_bias, module))
             # False makes transformers allocate zeros for each pair of positions.
             hold(stack, module, _HAS_TABLE, True)
         for child in module._modules.values():
-            if _takes_positions(type(child)) and not _is_given_positions(kind):
+            if _takes_positions(child.__class__) and not _is_given_positions(kind):
                 hook = child.register_forward_pre_hook(_with_positions, with_kwargs=True)  # type: ignore[union-attr]
                 stack.callback(hook.remove)
 
@@ -52,10 +52,10 @@ def _compute_bias(
     past_seen_tokens: int = 0,
 ) -> torch.Tensor:
     """Replaces `compute_bias`; within a region returns the biases by distance."""
-    within = current_region()
+    mode = current_mode()
     # Past tokens are in a cache; cross-attention, without a table, counts the tokens just added.
-    if within is not None and not (past_seen_tokens and hasattr(self, _TABLE)):
-        return _by_distance(self, within[0], query_length, key_length)
+    if mode is not None and not (past_seen_tokens and hasattr(self, _TABLE)):
+        return _by_distance(self, mode.region, query_length, key_length)
     if hasattr(self, _TABLE):
         lengths = (query_length, key_length)
         return type(self).compute_bias(self, *lengths, device, past_seen_tokens)  # type: ignore[no-any-return]
@@ -105,7 +105,7 @@ def _is_given_positions(kind: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def _takes_positions(kind: type) -> bool:
+def _takes_positions(kind: Any) -> bool:
     """Tells whether modules of a class embed the positions of a tensor, or those passed to them."""
     if not issubclass(kind, nn.Embedding) or kind is nn.Embedding:
         return False

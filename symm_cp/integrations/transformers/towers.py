@@ -55,7 +55,7 @@ def embed_media(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
     Does nothing if the model has no language model beside a tower. Raises `NotImplementedError` if
     the language model gets further tensors, which could not be cut.
     """
-    towers = [part for part in model.modules() if makes_own_sequence(type(part))]
+    towers = [part for part in model.modules() if makes_own_sequence(part.__class__)]
     inside = {part for tower in towers for part in tower.modules()}
     texts = [
         part
@@ -63,7 +63,7 @@ def embed_media(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
         if hasattr(part, "base_model_prefix")
         and part not in inside
         and inside.isdisjoint(part.modules())
-        and "inputs_embeds" in _arguments(type(part))
+        and "inputs_embeds" in _arguments(part.__class__)
     ]
     if not towers or not texts:
         return

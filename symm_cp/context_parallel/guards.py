@@ -231,7 +231,7 @@ def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     agreement.compare_running("context_parallel", watch.group, module)
     if verdicts is not None and not compiling and not verdicts.compiles:  # hooks skip its parts
         agreement.compare_parts("context_parallel", watch.group, verdicts.parts)
-        if module in watch.calls and not verdicts.limits and not verdicts.has_others:
+        if module in watch.calls and not verdicts.limits and not verdicts.may_have_others:
             _hooks.rest(watch, module, verdicts)
 
 

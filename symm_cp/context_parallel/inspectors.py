@@ -154,6 +154,7 @@ def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch
 # --- verdicts on a model -------------------------------------------------------------------------
 
 _UNSERVED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_CONTAINERS, _MOST_SEARCHED = frozenset((list, tuple, dict)), 4096  # a search takes 0.1 ms
 
 
 def _limit_of_torch(module: nn.Module) -> Limit:
@@ -203,19 +204,21 @@ class Verdicts:
         return False
 
     @property
-    def has_others(self) -> bool:
-        """Whether a part keeps modules in a plain list, tuple or dict, where they are no parts."""
+    def may_have_others(self) -> bool:
+        """Whether a part keeps modules in a plain list, tuple or dict, where they are no parts.
+
+        True for containers that are too large to search.
+        """
         parts = set(self.parts)
         for part in self.parts:
             for value in part.__dict__.values():
                 if type(value) in _CONTAINERS and value:
+                    if len(value) > _MOST_SEARCHED:
+                        return True
                     for item in value.values() if isinstance(value, dict) else value:
                         if isinstance(item, nn.Module) and item not in parts:
                             return True
         return False
-
-
-_CONTAINERS = frozenset((list, tuple, dict))
 
 
 def of_library(model: nn.Module) -> bool:

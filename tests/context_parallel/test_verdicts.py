@@ -58,7 +58,7 @@ def test_modules_of_all_kinds_are_judged() -> None:
         verdicts = Verdicts(module)
         assert verdicts.parts == list(module.modules())
         assert not verdicts.limits
-        assert not verdicts.has_others
+        assert not verdicts.may_have_others
         assert verdicts.compiles == (module is kinds[2])
 
 

@@ -21,6 +21,7 @@ exchange notes of both when they cut a batch.
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel.inspectors import Known, plain
+from symm_cp.context_parallel.inspectors import plain
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
@@ -161,6 +162,10 @@ class _Known:
     alone: list[weakref.ref[nn.Module]] = field(default_factory=list)  # some ranks may skip them
     met: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # were once in `alone`
     together: nn.Module | None = None  # the modules of `alone` that all ranks run
+    # The parts of each model that were compared.
+    parts: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
@@ -219,16 +224,21 @@ def _is_torchs(module: nn.Module) -> bool:
     return all(type(part).__module__.startswith("torch.nn.modules.") for part in module.modules())
 
 
-def compare_parts(op: str, group: str, model: Known) -> None:
-    """Compares the parts that a model has gained since it was compared. Collective."""
-    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
-    if process_group in model.compared or not equal_inputs.enabled() or _transformed():
+def compare_parts(op: str, group: str, parts: Sequence[nn.Module]) -> None:
+    """Compares the parts that a model has gained since it was compared. Collective.
+
+    `parts` are all of its modules; the first, the model itself, is compared whenever it runs.
+    """
+    known = _known.get(_resolve_process_group(group))  # type: ignore[arg-type]
+    if known is None or not equal_inputs.enabled() or _transformed():
         return
-    known = _known.get(process_group)
-    for part in model.parts()[1:]:  # the model itself is compared whenever it runs
-        if known is None or part not in known.met:  # see `compare_running`
-            compare_model(op, process_group, part)
-    model.compared.add(process_group)
+    before = [reference() for reference in known.parts.get(parts[0], ())]
+    if len(before) == len(parts) and all(map(operator.is_, before, parts)):
+        return
+    for part in parts[1:]:
+        if part not in known.met:  # see `compare_running`
+            compare_model(op, group, part)
+    known.parts[parts[0]] = [weakref.ref(part) for part in parts]
 
 
 def _awaits_step(known: _Known, model: nn.Module) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.group.memory import GroupLike
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.ops.attention.methods import Method, MethodLike, split_by
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
@@ -170,51 +170,79 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    like, told = query, name if split.grid is None else split.peers(name)
-    of_dtensors = not (type(query) is type(key) is type(value) is torch.Tensor) and (
-        is_dtensor(query) or is_dtensor(key) or is_dtensor(value)
-    )
-    if of_dtensors:
-        query, key, value = reporting_to_peers(told, _local_parts, query, key, value, name)
-        sinks, bias = reporting_to_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     options: dict[str, Any] = {
+        "is_causal": is_causal,
         "scale": scale,
+        "enable_gqa": enable_gqa,
+        "load_balancer": load_balancer,
+        "cu_seqlens": cu_seqlens,
         "window_left": window_left,
         "window_right": window_right,
         "softcap": softcap,
         "sinks": sinks,
         "bias": bias,
+        "dropout_p": dropout_p,
         "dropout_seed": dropout_seed,
-        "cu_seqlens": cu_seqlens,
         "document_ids": document_ids,
         "key_mask": key_mask,
+        "query_load_balancer": query_load_balancer,
         "prefix_lengths": prefix_lengths,
     }
-    for name_of_option in [*options]:  # omitted arguments cost least
-        if options[name_of_option] is None:
-            del options[name_of_option]
-    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
-        options["document_edges"] = reporting_to_peers(
-            told, _document_edges, options.pop("cu_seqlens")
+    tensors = query, key, value
+    if split.grid is None:
+        out, lse = attend_over(name, split, *tensors, **options)
+    else:  # the peers are those in this rank's row and column
+        out, lse = reporting_to_peers(
+            split.peers(name), attend_over, name, split, *tensors, **options
         )
-    if prefix_lengths is not None and not isinstance(prefix_lengths, torch.Tensor):
-        options["prefix_lengths"] = reporting_to_peers(told, _prefix_option, prefix_lengths)
+    return (out, lse) if return_lse else out
+
+
+def attend_over(
+    group: str,
+    method: Method,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    load_balancer: LoadBalancer | torch.Tensor | None = None,
+    query_load_balancer: LoadBalancer | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    prefix_lengths: torch.Tensor | int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`all_gather_attention` with the log-sum-exp; callers report its errors to the peers."""
+    like = query
+    of_dtensors = not (type(query) is type(key) is type(value) is torch.Tensor) and (
+        is_dtensor(query) or is_dtensor(key) or is_dtensor(value)
+    )
+    if of_dtensors:
+        query, key, value = _local_parts(query, key, value, group)
+        terms = options.get("sinks"), options.get("bias")
+        options["sinks"], options["bias"] = _local_options(like, group, *terms, dropout_p)
+    for name in [*options]:  # omitted arguments cost least
+        if options[name] is None:
+            del options[name]
+    if isinstance(cu_seqlens, torch.Tensor):
+        options["cu_seqlens"] = cu_seqlens
+    elif cu_seqlens is not None:
+        options["document_edges"] = _document_edges(cu_seqlens)
+    if prefix_lengths is not None:
+        given = isinstance(prefix_lengths, torch.Tensor)
+        options["prefix_lengths"] = prefix_lengths if given else _prefix_option(prefix_lengths)
     if dropout_p:
         options["dropout_p"] = dropout_p
     out, lse = direct("fused_all_gather_attention")(
         query,
         key,
         value,
-        name,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
+        group,
         **_layout_options(load_balancer, query_load_balancer),
         **options,
-        **split.as_options(),
+        **method.as_options(),
     )
-    if of_dtensors:
-        out, lse = _dtensor(out, like), _dtensor(lse, like)
-    return (out, lse) if return_lse else out
+    return (_dtensor(out, like), _dtensor(lse, like)) if of_dtensors else (out, lse)
 
 
 def _layout_options(

@@ -19,6 +19,7 @@ from symm_cp.ops.attention.flex.mask import (
     PARTIAL,
     Modifier,
     block_states,
+    check_lengths,
     evaluate,
     extents,
     within,
@@ -221,12 +222,7 @@ def _check_rank(load_balancer: LoadBalancer, rank: int) -> None:
 
 def _check(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer, rank: int) -> None:
     _check_rank(queries, rank)
-    lengths, whole = tuple(block_mask.seq_lengths), (queries.seq_length, keys.seq_length)
-    if lengths != whole:
-        raise ValueError(
-            f"local_block_mask: block_mask is for {lengths} queries and keys, must be for the "
-            f"whole sequence, {whole}"
-        )
+    check_lengths(block_mask, queries.seq_length, keys.seq_length)
     if block_mask.kv_num_blocks.dim() != 3:
         raise ValueError(
             "local_block_mask: block_mask must have batch and heads, its kv_num_blocks has shape "

@@ -17,7 +17,7 @@ from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, note_cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.region import ParallelRegion, active, region_over
+from symm_cp.context_parallel.region import active, region_over
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, group_by
 from symm_cp.ops.common import unfused_all_gather
@@ -204,14 +204,17 @@ def context_parallel(
     @contextmanager
     def again() -> Iterator[None]:
         with _holding(tensors, shards), ExitStack() as stack:
-            _enter_models(stack, region, None, model)
+            _enter_models(stack, None, model)
             yield
 
-    with _holding(tensors, shards, keep), _attending(region, model), entered(region, again):
+    watch = region.watch()
+    with (
+        _holding(tensors, shards, keep),
+        _attending(watch, model),
+        entered(region, watch, again),
+    ):
         yield
-        watch = guards.current()
-        if watch is not None:
-            watch.check_fused(on_unfused)
+        watch.check_fused(on_unfused)
 
 
 @contextmanager
@@ -232,33 +235,29 @@ def _holding(
 
 @contextmanager
 def _attending(
-    region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
+    watch: guards.Watch, model: nn.Module | Sequence[nn.Module] | None
 ) -> Iterator[None]:
     """Has models attend to the whole sequence, through their library's inspector."""
     with ExitStack() as stack:
-        watch = region.watch()  # a separate watch: none of the modules has run
-        guards.untraced(watch, lambda _: _enter_models(stack, region, watch, model))
+        guards.untraced(watch, lambda _: _enter_models(stack, watch, model))
         yield
 
 
 def _enter_models(
-    stack: ExitStack,
-    region: ParallelRegion,
-    watch: guards.Watch | None,
-    model: nn.Module | Sequence[nn.Module] | None,
+    stack: ExitStack, watch: guards.Watch | None, model: nn.Module | Sequence[nn.Module] | None
 ) -> None:
-    """Has models attend to the whole sequence until the end of `stack`; a watch checks them."""
+    """Has models attend to the whole sequence until the end of `stack`; a watch judges them."""
     models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
     for each in models:
         if not isinstance(each, nn.Module):
             raise TypeError(
                 f"context_parallel: model is a {type(each).__name__}, must be a module or several"
             )
-    modules = stack.enter_context(inspectors.current().attending(models))
-    for module in modules or ():
-        if watch is not None and module not in watch.judged:
-            watch.saw(module)
-    if model is not None and modules is None:
+    inside = stack.enter_context(inspectors.current().attending(models))
+    if watch is not None and inside is not None:
+        for each in models:
+            watch.expects(each, inside)
+    if model is not None and inside is None:
         names = ", ".join(sorted({type(each).__name__ for each in models}))
         raise ValueError(f"context_parallel: model={names} has no model of transformers in it")
 

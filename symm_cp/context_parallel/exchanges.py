@@ -8,7 +8,6 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import rank_in
 from symm_cp.ops.direct import direct
@@ -198,16 +197,14 @@ def ulysses_projection(
     """
     name = group_name(group)
     one = isinstance(weights, torch.Tensor)
-    matrices = reporting_to_peers(name, _listed, PROJECT, "weights", weights)
-    added = [] if biases is None else reporting_to_peers(name, _listed, PROJECT, "biases", biases)
+    matrices = _listed(PROJECT, "weights", weights)
+    added = [] if biases is None else _listed(PROJECT, "biases", biases)
     by_tensor: Any = [heads] if one and heads is not None else heads
-    options = reporting_to_peers(
-        name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor
-    )
+    options = _options(PROJECT, name, len(matrices), load_balancer, by_tensor)
     if norms is None and rope is None and rotated is None:
         results = direct(PROJECT)(x, matrices, added, features, name, *options)
     else:
-        shaping = reporting_to_peers(name, _shaping, len(matrices), norms, eps, rope, rotated)
+        shaping = _shaping(len(matrices), norms, eps, rope, rotated)
         results, _ = direct(PROJECT_NORMED)(x, matrices, added, features, *shaping, name, *options)
     return results[0] if one else tuple(results)
 
@@ -274,8 +271,8 @@ def ulysses_output_projection(
     """
     name = group_name(group)
     by_tensor = None if heads is None else [heads]
-    options = reporting_to_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
-    reporting_to_peers(name, _check_bias, x, weight, bias)
+    options = _options(COLLECT, name, 1, load_balancer, by_tensor)
+    _check_bias(x, weight, bias)
     out, _ = direct(COLLECT)([x], [weight], name, *options)
     if bias is None:
         return out
@@ -292,22 +289,11 @@ def _exchange(
     load_balancer: LoadBalancer | None,
     heads: Heads | Sequence[Heads] | None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    name = group_name(group)
-    tensors, options = reporting_to_peers(name, _exchanged, name, x, load_balancer, heads)
+    name, one, tensors = group_name(group), isinstance(x, torch.Tensor), _listed(OP, "x", x)
+    by_tensor: Any = [heads] if one and heads is not None else heads
+    options = _options(OP, name, len(tensors), load_balancer, by_tensor)
     results = direct("exchange_heads")(tensors, to_heads, name, *options)
-    return results[0] if isinstance(x, torch.Tensor) else tuple(results)
-
-
-def _exchanged(
-    group: str,
-    x: torch.Tensor | Tensors,
-    load_balancer: LoadBalancer | None,
-    heads: Heads | Sequence[Heads] | None,
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Returns the tensors and the last arguments of the op."""
-    tensors = _listed(OP, "x", x)
-    by_tensor: Any = [heads] if isinstance(x, torch.Tensor) and heads is not None else heads
-    return tensors, _options(OP, group, len(tensors), load_balancer, by_tensor)
+    return results[0] if one else tuple(results)
 
 
 def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch.Tensor]:

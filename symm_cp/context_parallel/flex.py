@@ -16,11 +16,11 @@ from torch.nn.attention.flex_attention import (
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.gathered_keys import compiled_flex, original
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
-from symm_cp.context_parallel.sequence_attention import attend_sequence, rows_of
+from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
-from symm_cp.ops.attention.flex.mask import Modifier, check_lengths
+from symm_cp.ops.attention.flex.mask import Modifier
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.ops.error_reports import names_op
 
 FLEX = "flex_attention"
@@ -81,7 +81,7 @@ def attend_within(
         query,
         key,
         value,
-        None if block_mask is None else mask_of(region, block_mask, query, key),
+        None if block_mask is None else SequenceMask(block_mask=block_mask),
         score_mod=score_mod,
         scale=scale,
         enable_gqa=enable_gqa,
@@ -90,18 +90,3 @@ def attend_within(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
-
-
-def mask_of(
-    region: ParallelRegion, block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor
-) -> SequenceMask:
-    """Returns the mask of the whole sequence; query and key are parts of it.
-
-    Raises `ValueError` for a mask of other lengths.
-    """
-    mask = SequenceMask(block_mask=block_mask)
-    blocks = mask.whole_blocks
-    if blocks is not None and not torch.compiler.is_dynamo_compiling():  # the op compares them, too
-        rows, keys = rows_of(query), rows_of(key)
-        check_lengths(blocks, region.whole_length(rows), region.whole_length_of_keys(rows, keys))
-    return mask

@@ -111,12 +111,6 @@ def current_mode() -> FlexMode | None:
     return None
 
 
-def current_region() -> tuple[ParallelRegion, Watch] | None:
-    """Returns the caller's innermost region and its watch, also when traced."""
-    mode = current_mode()
-    return None if mode is None else (mode.region, mode.watch)
-
-
 def handled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Calls a function as torch calls a mode's handler: without the mode of the innermost region.
 

@@ -9,9 +9,9 @@ innermost region of its thread, which has the inspector judge it. A forward hook
 pre-hook gets keyword arguments, passes calls to the inspector. Within `torch.compile` both run when
 the model is traced. On one rank nothing is spread or refused.
 
-Verdicts are kept with the model: the first module that runs has all modules judged that are
-registered in it. While a model of transformers runs whose modules have all passed, the hooks are
-removed, unless it keeps other modules in plain lists: these are judged when they run.
+The first module of a model that runs has all modules judged that are registered in it. While a
+model of transformers runs whose modules have all passed, the hooks are removed, unless it keeps
+other modules in plain lists: these are judged when they run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Known, Limit, known_of
+from symm_cp.context_parallel.inspectors import Limit, Verdicts
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.refusals import reporting_to_peers
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
@@ -57,6 +57,7 @@ class Watch:
     recurred_without_documents: bool = False  # whether the last recurrent layer got none
     judged: set[nn.Module] = field(default_factory=set)
     limits: dict[nn.Module, tuple[Limit, ...]] = field(default_factory=dict)  # of other parts
+    verdicts: dict[nn.Module, Verdicts] = field(default_factory=dict)  # on models to run
     calls: set[nn.Module] = field(default_factory=set)  # modules with checked calls
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared their seeds
@@ -69,7 +70,7 @@ class Watch:
             return self.called
         return self.called or attention_runs.total() != self.runs_before
 
-    def saw(self, module: nn.Module) -> Known | None:
+    def saw(self, module: nn.Module) -> Verdicts | None:
         """Records that a module runs; raises `NotImplementedError` if its result would be wrong.
 
         The first module of a model has all parts judged. Then returns the verdicts, else None.
@@ -79,20 +80,25 @@ class Watch:
         if module in self.limits:  # a part of a model that ran before
             raise self.limits[module][0].error(module)
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
-        known = known_of(inner)
+        verdicts = self.verdicts.pop(inner, None) or Verdicts(inner)
         self.first_module = self.first_module or type(inner).__name__
         compiled = inner is not module or module._compiled_call_impl is not None
-        for part, (limits, checks_calls) in zip(known.parts(), known.judged(), strict=True):
-            if checks_calls:
-                self.calls.add(part)
-            if not limits:
-                self.judged.add(part)
-            elif part is inner or compiled:
+        self.calls.update(verdicts.checks_calls)
+        for part, limits in verdicts.limits.items():
+            if part is inner or compiled:
                 raise limits[0].error(part)
-            else:
-                self.limits[part] = limits
+        self.limits.update(verdicts.limits)
+        self.judged.update(set(verdicts.parts).difference(verdicts.limits))
         self.judged.add(module)  # not before: a caller that catches an error may run it again
-        return known
+        return verdicts
+
+    def expects(self, model: nn.Module, inside: Collection[nn.Module]) -> None:
+        """Judges a model that will run; raises `NotImplementedError` for its parts `inside`."""
+        if self.world_size > 1:
+            verdicts = self.verdicts[model] = Verdicts(model)
+            for part, limits in verdicts.limits.items():
+                if part in inside:
+                    raise limits[0].error(part)
 
     def check_fused(self, on_unfused: str, where: str = "context_parallel") -> None:
         """Raises `RuntimeError`, or warns, if modules ran and no attention was fused."""
@@ -221,13 +227,12 @@ def _before(module: nn.Module, args: Any) -> None:
 
 
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
-    known = watch.saw(module)
+    verdicts = watch.saw(module)
     agreement.compare_running("context_parallel", watch.group, module)
-    if known is not None and not compiling and not known.compiles:  # hooks skip its parts
-        agreement.compare_parts("context_parallel", watch.group, known)
-        passed = watch.judged.issuperset(known.parts()) and not known.has_others
-        if passed and module in watch.calls:
-            _hooks.rest(watch, module)
+    if verdicts is not None and not compiling and not verdicts.compiles:  # hooks skip its parts
+        agreement.compare_parts("context_parallel", watch.group, verdicts.parts)
+        if module in watch.calls and not verdicts.limits and not verdicts.may_have_others:
+            _hooks.rest(watch, module, verdicts)
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -300,7 +305,7 @@ class _Hooks:
             torch_module._global_forward_hooks[self._after] = _after
             torch_module._global_forward_hooks_with_kwargs[self._after] = True
 
-    def rest(self, watch: Watch, model: nn.Module) -> None:
+    def rest(self, watch: Watch, model: nn.Module, verdicts: Verdicts) -> None:
         """Removes the hooks until the end of a running model whose parts need no judgement.
 
         They would be called for each of its parts. Until the region ends, the parts whose calls are
@@ -315,10 +320,8 @@ class _Hooks:
             if self._users != len(_thread.watches):
                 return
             self._install(resting=True)
-        parts = set(inspectors.modules_of(model))
-        for part in watch.calls:
-            if part in parts:
-                watch.handles.append(part.register_forward_hook(_after, with_kwargs=True))
+        for part in verdicts.checks_calls:
+            watch.handles.append(part.register_forward_hook(_after, with_kwargs=True))
         watch.handles.append(model.register_forward_hook(resume, always_call=True))
 
 

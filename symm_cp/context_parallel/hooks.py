@@ -8,9 +8,10 @@ checkpoints; guards.py, running modules.
 from __future__ import annotations
 
 import functools
+import traceback
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from symm_cp.context_parallel.checkpoints import checkpoint_hook
 from symm_cp.context_parallel.flex_hook import FlexMode, current_modes, flex_hook
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.layouts import enter_cuts
-from symm_cp.context_parallel.refusals import reporting_models, reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
+from symm_cp.ops.attention.mesh_calls import give_up, reporting_to_peers
+from symm_cp.ops.error_reports import END_OF_RECOMPUTATION, refuse
 
 # Attention that calls `scaled_dot_product_attention` out of the mode's sight, or not at all.
 _HIDDEN: tuple[Any, ...] = (
@@ -54,12 +56,11 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def entered(region: ParallelRegion, around: Around = nullcontext) -> Iterator[None]:
+def entered(region: ParallelRegion, watch: Watch, around: Around = nullcontext) -> Iterator[None]:
     """Runs attention that this thread calls over the region's group.
 
     If a checkpoint recomputes after the end, it runs within `around()`, and in the region again.
     """
-    watch = region.watch()
     reporting_to_peers(region.peers, _check_shards, region)
     with (
         random_numbers.own_numbers(region.rank),
@@ -78,7 +79,7 @@ def _running(mode: RegionMode, *, again: bool = False) -> Iterator[None]:
         if not again and (filter_of := _filter_class()) is not None:
             mode.__dict__["__torch_function__"] = filter_of(mode)
         try:
-            with reporting_models(mode.region.peers):
+            with _reporting_models(mode.region.peers):
                 yield
         finally:
             if not again:
@@ -87,6 +88,34 @@ def _running(mode: RegionMode, *, again: bool = False) -> Iterator[None]:
             checkpoint_hook.release()
             flex_hook.release()
             guards.leave()
+
+
+# Code that runs in the middle of a model's step: the peers are in the same step.
+_STEPS = {torch.nn.Module._call_impl.__code__, torch.autograd.backward.__code__}
+# Files that call ops. Ops report to the peers themselves; native ops leave no frame in the error.
+_OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
+
+
+@contextmanager
+def _reporting_models(group: str | tuple[str, ...]) -> Iterator[None]:
+    """Reports to the peers when a module or a backward pass raises: they wait for its attention.
+
+    Does not report errors of the caller's own code outside of these: peers may have finished, and
+    make no further call.
+    """
+    try:
+        yield
+    except END_OF_RECOMPUTATION:  # nothing failed
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not _STEPS.isdisjoint(codes) and codes[-1].co_filename not in _OPS:
+            if not isinstance(group, str):
+                give_up(group, error)
+            else:
+                with suppress(Exception):  # without a group there are no peers
+                    refuse(group, "sync", error)
+        raise
 
 
 def _check_shards(region: ParallelRegion) -> None:
@@ -134,7 +163,7 @@ class RegionMode(FlexMode):
         if func in random_numbers.RANDOM:
             entered = self.entered or any(mode.entered for mode in current_modes())
             return random_numbers.call(self.region, func, args, kwargs, entered=entered)
-        if func in _HIDDEN:
+        if func in _HIDDEN and self.region.world_size > 1:
             raise NotImplementedError(
                 f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "
                 "within context_parallel would attend to this rank's part of the sequence only: "

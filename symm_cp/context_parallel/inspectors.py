@@ -6,17 +6,16 @@ it: `symm_cp/integrations/__init__.py` registers the name of a module that shows
 in use, and a function that imports the inspector, which is called once that module is loaded. So
 `import symm_cp` imports no library, and no floor imports a higher one.
 
-A model has a hundred modules, and judging one takes fifty calls of Python functions. So verdicts
-are kept with the model: `known_of` returns them until a fact changes that they depend on.
+Models are judged anew in each context. A model has a hundred modules, so only those are judged
+that have a configuration, or whose class may have limits.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
-import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -69,50 +68,26 @@ class BatchRules:
         """Raises `NotImplementedError` for (shifted) labels whose loss would differ in a region."""
 
 
+@dataclass(frozen=True)
 class Inspector:
-    """Describes torch's modules; derived classes describe those of a library, too."""
+    """Describes the modules of a library; by default of none, beside torch's."""
 
-    #: The attributes of modules that limits depend on, besides their class, their children, and
-    #: the plain values of their `config`.
-    attributes: frozenset[str] = frozenset()
-
-    def limits(self, module: nn.Module) -> tuple[Limit, ...]:
-        """Returns the limits of one module, without its children."""
-        if not isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            return ()
-        limit = Limit(
-            f"type torch.nn.{type(module).__name__}",
-            "it would attend to this rank's part of the sequence only",
-            "Use F.scaled_dot_product_attention or flex_attention",
-        )
-        return (limit,)
-
-    def is_of_library(self, module: nn.Module) -> bool:
-        """Whether a module is the library's."""
-        return False
-
-    def checks_calls(self, module: nn.Module) -> bool:
-        """Whether `check_call` checks the calls of a module."""
-        return False
-
-    def check_call(self, watch: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raises `NotImplementedError` if a call treats this rank's part as the whole sequence.
-
-        `watch` is the `Watch` (guards.py) of the region.
-        """
-
-    def attending(
-        self, models: Sequence[nn.Module]
-    ) -> AbstractContextManager[list[nn.Module] | None]:
-        """Has models of the library attend to the whole sequence.
-
-        Yields the modules of `models` that must run inside, or None if none is of the library.
-        """
-        return nullcontext()
-
-    def batch_rules(self, op: str, model: nn.Module) -> BatchRules:
-        """Returns the rules by which a model uses a batch."""
-        return BatchRules(op, model)
+    #: Returns the limits of one module that has a configuration, without its children.
+    limits: Callable[[nn.Module], Sequence[Limit]] = lambda module: ()
+    #: Whether a module is the library's.
+    is_of_library: Callable[[nn.Module], bool] = lambda module: False
+    #: Whether `check_call` checks the calls of a module.
+    checks_calls: Callable[[nn.Module], bool] = lambda module: False
+    #: Called with the `Watch` of a region, a module, and the arguments of its call: raises
+    #: `NotImplementedError` if that treats this rank's part as the whole sequence.
+    check_call: Callable[[Any, nn.Module, Any, Any], None] = lambda *_: None
+    #: Has models of the library attend to the whole sequence. Yields the modules of `models` that
+    #: must run inside, or None if none is of the library.
+    attending: Callable[[Sequence[nn.Module]], AbstractContextManager[list[nn.Module] | None]] = (
+        lambda models: nullcontext()
+    )
+    #: Returns the rules by which a model uses a batch, for an op.
+    batch_rules: Callable[[str, nn.Module], BatchRules] = BatchRules
 
 
 _lock = threading.RLock()
@@ -154,10 +129,10 @@ def plain(model: nn.Module) -> Any:
         inner = wrapped
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The same as `list(model.modules())`, whose nested generators take ten times as long."""
+def modules_of(*models: nn.Module) -> list[nn.Module]:
+    """All modules of models; `modules()` has nested generators, which take ten times as long."""
     found: dict[nn.Module, None] = {}
-    left = [model]
+    left = [*reversed(models)]
     while left:
         module = left.pop()
         if module in found:
@@ -176,133 +151,79 @@ def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch
     return torch.arange(shape[seq_dim], device=device).view(along).expand(*shape)
 
 
-# --- verdicts kept with a model ------------------------------------------------------------------
+# --- verdicts on a model -------------------------------------------------------------------------
 
-#: Returns the modules of a model for which a function of a module is true.
-Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
-
-#: The limits of a part of a model, and whether its calls are checked.
-Row = tuple[tuple[Limit, ...], bool]
-
-_VALUES = {bool, int, float, str, types.NoneType}
-_MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
+_UNSERVED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_CONTAINERS, _MOST_SEARCHED = frozenset((list, tuple, dict)), 4096  # a search takes 0.1 ms
 
 
-def _facts(parts: list[nn.Module], watched: set[str]) -> tuple[list[Any], list[Any]]:
-    """Returns what verdicts on parts depend on: values and ids, and the objects with these ids."""
-    # Loops without calls of their own: they run for all parts of a model in each context.
-    objects: list[Any] = []
-    configs: dict[int, Any] = {}
-    for part in parts:
-        stored = part.__dict__
-        objects += (type(part), *part._modules.values())
-        if not watched.isdisjoint(stored.keys()):
-            for name in watched.intersection(stored.keys()):
-                objects.append(stored[name])
-            if (config := stored.get("config")) is not None:
-                configs[id(config)] = config
-    facts = [*map(id, objects)]
-    for config in configs.values():
-        for name, value in getattr(config, "__dict__", {}).items():
-            if type(value) in _VALUES:
-                facts += (name, value)
-    return facts, objects
+def _limit_of_torch(module: nn.Module) -> Limit:
+    return Limit(
+        f"type torch.nn.{type(module).__name__}",
+        "it would attend to this rank's part of the sequence only",
+        "Use F.scaled_dot_product_attention or flex_attention",
+    )
 
 
-def _alive(references: list[Any]) -> list[Any]:
-    parts = []
-    for reference in references:  # not a map: if Dynamo traces that, it calls the modules
-        parts.append(reference())
-    return parts
+@functools.cache
+def _may_have_limits(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class are judged even if they hold no configuration.
 
-
-class Known:
-    """The inspector's verdicts on the parts of a model, in one state of it.
-
-    Keeps no part of the model alive.
+    Wrappers such as PEFT's forward attributes to the model inside.
     """
-
-    def __init__(self, parts: list[nn.Module], facts: list[Any], objects: list[Any]) -> None:
-        self.facts = facts
-        self._parts = [weakref.ref(part) for part in parts]
-        self._objects: list[weakref.ref[Any]] = []
-        self._lasting: list[Any] = []  # objects without weak references, such as a dtype
-        for each in objects:
-            try:
-                self._objects.append(weakref.ref(each))
-            except TypeError:
-                self._lasting.append(each)
-        self._chosen: dict[Any, list[int]] = {}
-        self._judged: list[Row] | None = None
-        #: The groups over which the parameters of all parts were compared.
-        self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.compiles = any(
-            vars(part).get("_compiled_call_impl") is not None or "_orig_mod" in part._modules
-            for part in parts
-        )
-
-        all_parts = set(parts)
-        #: Whether a part keeps modules in a plain list, tuple or dict, where they are no parts.
-        self.has_others = any(
-            isinstance(item, nn.Module) and item not in all_parts
-            for part in parts
-            for value in vars(part).values()
-            if type(value) in (list, tuple, dict)
-            for item in (value.values() if isinstance(value, dict) else value)
-        )
-
-    def parts(self) -> list[nn.Module]:
-        """Returns the parts of the model."""
-        return _alive(self._parts)
-
-    def holds(self, facts: list[Any]) -> bool:
-        """Whether the facts are those of these verdicts: ids of dead objects are used again."""
-        return self.facts == facts and None not in _alive(self._objects)
-
-    def select(self, is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
-        """Returns the parts for which a function of a module is true; calls it once per part."""
-        numbers = self._chosen.get(is_chosen)
-        if numbers is None:
-            numbers = [number for number, part in enumerate(self.parts()) if is_chosen(part)]
-            self._chosen[is_chosen] = numbers
-        parts: list[Any] = []
-        for number in numbers:
-            parts.append(self._parts[number]())
-        return parts
-
-    def judged(self) -> list[Row]:
-        """Returns the verdicts on all parts, in order."""
-        if self._judged is None:
-            inspector = current()
-            self._judged = [
-                (inspector.limits(part), inspector.checks_calls(part)) for part in self.parts()
-            ]
-        return self._judged
+    forwards = getattr(kind, "__getattr__", None) is not nn.Module.__getattr__
+    return forwards or hasattr(kind, "config") or issubclass(kind, _UNSERVED)
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDictionary()
+class Verdicts:
+    """The inspector's verdicts on a model, in its state at that moment."""
 
+    def __init__(self, model: nn.Module) -> None:
+        inspector = current()
+        #: The modules of the model; the first is the model itself.
+        self.parts = modules_of(model)
+        self.limits: dict[nn.Module, tuple[Limit, ...]] = {}
+        self.checks_calls: list[nn.Module] = []
+        for part in self.parts:  # hundreds of modules, few with a configuration
+            if "config" in part.__dict__ or _may_have_limits(part.__class__):
+                if limits := inspector.limits(part):
+                    self.limits[part] = tuple(limits)
+                elif isinstance(part, _UNSERVED):
+                    self.limits[part] = (_limit_of_torch(part),)
+                if inspector.checks_calls(part):
+                    self.checks_calls.append(part)
 
-def known_of(model: nn.Module) -> Known:
-    """Returns the inspector's verdicts on a model in its current state."""
-    inspector = current()
-    parts = modules_of(model)
-    facts, objects = _facts(parts, {"config", "_compiled_call_impl", *inspector.attributes})
-    facts.append(id(inspector))
-    versions = _known.setdefault(model, [])
-    for known in versions:
-        if known.holds(facts):
-            break
-    else:
-        known = Known(parts, facts, objects)
-    if versions[:1] != [known]:
-        if known in versions:
-            versions.remove(known)
-        versions.insert(0, known)
-        del versions[_MOST_VERSIONS:]
-    return known
+    # The next two run in each context: loops without calls.
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a part is compiled by itself."""
+        for part in self.parts:
+            if part.__dict__.get("_compiled_call_impl") or "_orig_mod" in part._modules:
+                return True
+        return False
+
+    @property
+    def may_have_others(self) -> bool:
+        """Whether a part keeps modules in a plain list, tuple or dict, where they are no parts.
+
+        True for containers that are too large to search.
+        """
+        parts = set(self.parts)
+        for part in self.parts:
+            for value in part.__dict__.values():
+                if type(value) in _CONTAINERS and value:
+                    if len(value) > _MOST_SEARCHED:
+                        return True
+                    for item in value.values() if isinstance(value, dict) else value:
+                        if isinstance(item, nn.Module) and item not in parts:
+                            return True
+        return False
 
 
 def of_library(model: nn.Module) -> bool:
     """Whether a model has a part of a library other than torch."""
-    return bool(known_of(model).select(current().is_of_library))
+    inspector = current()
+    return any(
+        inspector.is_of_library(part) for part in modules_of(model) if "config" in part.__dict__
+    )

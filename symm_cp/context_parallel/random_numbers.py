@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from symm_cp.context_parallel.guards import current
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, outside_graph
 from symm_cp.cuda.cached import capturing
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.attention.layouts import encoded
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.schedule.layout import sequential
 
 _OP = "context_parallel"

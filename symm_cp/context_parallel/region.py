@@ -36,6 +36,8 @@ from symm_cp.ops.attention.methods import ALLGATHER, Method, MethodLike, split_b
 
 _OP = "context_parallel"
 
+_head_tail = functools.lru_cache(maxsize=64)(HeadTail)  # regions without load balancers make many
+
 R = TypeVar("R")
 
 
@@ -176,7 +178,7 @@ class ParallelRegion:
 
     @property
     def _place(self) -> tuple[int, int, Callable[[int, int], LoadBalancer]]:
-        return self.rank, self.world_size, HeadTail
+        return self.rank, self.world_size, _head_tail
 
     def _chosen(self, choose: Callable[[int], LoadBalancer], local_length: int) -> LoadBalancer:
         balancer = choose(local_length)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence, rows_of
 from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.ops.error_reports import names_op
 
 SDPA = "scaled_dot_product_attention"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from symm_cp.context_parallel import gathered_keys
-from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
+from symm_cp.context_parallel.attention import attend_over, is_dtensor
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.context_parallel.random_numbers import seed_of_attention
 from symm_cp.context_parallel.region import ParallelRegion, outside_graph, without_padding
@@ -164,18 +164,10 @@ def _attend(call: _Call) -> Attended:
         spread = {"load_balancer": keys}
         if ordered and queries is not keys and queries != keys:
             spread["query_load_balancer"] = queries
-    return all_gather_attention(  # type: ignore[no-any-return]
-        query,
-        key,
-        value,
-        group=region.group,
-        **mask.arguments(),
-        method=region.method,
-        dropout_seed=seed_of_attention(region, query.device) if dropout_p > 0 else None,
-        **scoring,
-        **spread,
-        return_lse=True,
-    )
+    if dropout_p > 0:
+        scoring = {**scoring, "dropout_seed": seed_of_attention(region, query.device)}
+    call_options = {**mask.arguments(), **scoring, **spread}
+    return attend_over(region.group, region.method, query, key, value, **call_options)
 
 
 def rows_of(tensor: torch.Tensor) -> int:

@@ -111,8 +111,7 @@ class ContextParallel(ParallelStyle):
                     result = forward(*args, **kwargs)
                 watch.first_module = "A compiled module"
             else:
-                with entered(region):
-                    watch = guards.current() or watch
+                with entered(region, watch):
                     guards.untraced(watch, functools.partial(_saw, watch, module))
                     result = forward(*args, **kwargs)
             watch.check_fused("raise", "ContextParallel")

@@ -20,7 +20,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.gathered_keys import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import (
     ParallelRegion,
     outside_graph,
@@ -30,6 +29,7 @@ from symm_cp.context_parallel.region import (
 from symm_cp.cuda.cached import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 from symm_cp.ops.error_reports import names_op
 from symm_cp.schedule.layout import SequenceLayout, sequential
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.context_parallel import gathered_keys
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import current_mode
 from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sequence_attention import attend_sequence
@@ -170,10 +170,10 @@ def compiled(group: dist.ProcessGroup, seed: int, softcap: float | None) -> None
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        within = current_region()
-        assert within is not None
+        mode = current_mode()
+        assert mode is not None
         options = {"enable_gqa": True, "softcap": softcap, "bias": b}
-        return attend_sequence("attention", within[0], q, k, v, mask, **options)[0]
+        return attend_sequence("attention", mode.region, q, k, v, mask, **options)[0]
 
     with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
         got = attend(*parts)
@@ -218,9 +218,9 @@ def attends_by_ones_own(group: dist.ProcessGroup, seed: int) -> None:
     added = torch.zeros(matrix.shape, dtype=torch.float64).masked_fill(~matrix, -torch.inf)
 
     def by_function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        within = current_region()
-        assert within is not None
-        return attend_sequence("attention", within[0], q, k, v, mask, enable_gqa=True)[0]
+        mode = current_mode()
+        assert mode is not None
+        return attend_sequence("attention", mode.region, q, k, v, mask, enable_gqa=True)[0]
 
     def by_matrix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, matrix, enable_gqa=True)
@@ -260,7 +260,7 @@ def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     outs = []
     for mask in (SequenceMask(is_causal=True), SequenceMask(mask_mod=by_head)):
         torch.manual_seed(seed)
-        with entered(region):
+        with entered(region, region.watch()):
             out, _ = attend_sequence(
                 "attention", region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5
             )

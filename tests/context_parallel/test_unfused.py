@@ -159,6 +159,9 @@ def test_compiled_modules_count(ranks: Ranks) -> None:
 
 def one_rank(group: dist.ProcessGroup) -> None:
     in_context(group, Attention("by hand"))
+    other, x = nn.MultiheadAttention(8, 2), torch.ones(1, 8, 8)
+    with symm_cp.context_parallel(mesh_of(group)):
+        assert torch.equal(other(x, x, x)[0], other(x, x, x)[0])
 
 
 def test_on_one_rank_all_attention_is_whole(ranks: Ranks) -> None:

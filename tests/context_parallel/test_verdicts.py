@@ -1,12 +1,9 @@
-"""Inspectors' verdicts are kept with a model until something changes that they depend on."""
+"""Inspectors' verdicts on models of all kinds, and on models that change after they have run."""
 
 from __future__ import annotations
 
 import ast
-import copy
-import gc
 import tomllib
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symm_cp
-from symm_cp.context_parallel.inspectors import known_of
+from symm_cp.context_parallel.inspectors import Verdicts
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 
@@ -43,55 +40,13 @@ def llama(layers: int = 2) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-# --- what invalidates it -------------------------------------------------------------------------
-
-
 def attention(model: LlamaForCausalLM) -> Any:
     return model.model.layers[1].self_attn
 
 
-CHANGES: dict[str, Callable[[LlamaForCausalLM], object]] = {
-    "attention implementation": lambda model: model.set_attn_implementation("eager"),
-    "value of the configuration": lambda model: setattr(model.config, "attention_dropout", 0.5),
-    "new value of the configuration": lambda model: setattr(model.config, "logit_cap", 5.0),
-    "attribute": lambda model: setattr(attention(model), "active_adapter", "other"),
-    "attribute, deleted": lambda model: delattr(attention(model), "active_adapter"),
-    "module": lambda model: setattr(attention(model), "mix", nn.Conv1d(1, 1, 3)),
-    "module, attending": lambda model: setattr(
-        attention(model), "mix", nn.MultiheadAttention(32, 4)
-    ),
-    "module, replaced": lambda model: setattr(attention(model), "q_proj", nn.Linear(32, 32)),
-    "module, deleted": lambda model: delattr(model.model, "norm"),
-    "layer": lambda model: model.model.layers.append(nn.Identity()),
-    "class": lambda model: setattr(attention(model), "__class__", nn.Identity),
-    "compiled layer": lambda model: model.model.layers[0].compile(backend="eager"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_verdict_depends_on_invalidates_it(name: str) -> None:
-    model = llama()
-    attention(model).active_adapter = "default"
-    known = known_of(model)
-    assert known_of(model) is known
-    CHANGES[name](model)
-    assert known_of(model) is not known
-
-
-def test_training_changes_no_verdict() -> None:
-    model = llama()
-    known = known_of(model)
-    model.train()
-    model(input_ids=torch.zeros(1, 8, dtype=torch.int64)).logits.sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.load_state_dict(copy.deepcopy(model).state_dict())
-    model.eval()
-    assert known_of(model) is known
-    assert known_of(copy.deepcopy(model)) is not known
-
-
-def test_modules_of_all_kinds_are_known() -> None:
+def test_modules_of_all_kinds_are_judged() -> None:
     linear = nn.Linear(2, 2)
+    linear.config = SimpleNamespace(value=1)
     kinds = [
         torch.jit.script(nn.Linear(2, 2)),
         torch.jit.trace(nn.Linear(2, 2), torch.zeros(2, 2)),  # type: ignore[no-untyped-call]
@@ -100,23 +55,11 @@ def test_modules_of_all_kinds_are_known() -> None:
         torch.fx.symbolic_trace(nn.Linear(2, 2)),
     ]
     for module in kinds:
-        assert known_of(module) is known_of(module)
-    for config in (SimpleNamespace(value=1), SimpleNamespace(value=(1,))):
-        linear.config = config
-        known = known_of(linear)
-        assert known_of(linear) is known
-        config.value = 2
-        assert known_of(linear) is not known
-
-
-def test_it_keeps_no_model_alive() -> None:
-    model = llama()
-    model.model.above = [model]  # a circle
-    known, dead = known_of(model), weakref.ref(model)
-    del model
-    gc.collect()
-    assert dead() is None
-    assert None in known.parts()
+        verdicts = Verdicts(module)
+        assert verdicts.parts == list(module.modules())
+        assert not verdicts.limits
+        assert not verdicts.may_have_others
+        assert verdicts.compiles == (module is kinds[2])
 
 
 # --- models that have run ------------------------------------------------------------------------
@@ -143,7 +86,10 @@ def caught_after_steps(group: dist.ProcessGroup) -> None:
     refused: list[tuple[Callable[[LlamaForCausalLM], object], str]] = [
         (lambda m: setattr(m.config, "model_type", "other"), "model_type='other'"),
         (lambda m: setattr(m.config, "output_router_logits", True), "output_router_logits"),
-        (CHANGES["module, attending"], "type torch.nn.MultiheadAttention"),
+        (
+            lambda m: setattr(attention(m), "mix", nn.MultiheadAttention(32, 4)),
+            "type torch.nn.MultiheadAttention",
+        ),
     ]
     for change, message in refused:
         model = llama()

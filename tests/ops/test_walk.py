@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.testing import Ranks
+from tests.context_parallel.common import mesh_of
 from tests.ops.test_scaled_matmuls import KERNELS
 
 
@@ -81,7 +83,7 @@ def walk_attention(group: dist.ProcessGroup, tokens: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tokens", "most", "native"),
-    [(16, 12, True), (512, 12, True), (1024, 219, False)],
+    [(16, 12, True), (512, 12, True), (1024, 220, False)],
 )
 def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool) -> None:
     """Limits the Python functions called by a forward pass on 2 ranks."""
@@ -89,6 +91,26 @@ def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool
         assert len(calls) <= most, "\n".join(calls)
         in_python = any("_attention_kernel" in call for call in calls)
         assert in_python != native, calls
+
+
+def walk_region(group: dist.ProcessGroup) -> list[str]:
+    q, k, v = (torch.randn(1, 8, 16, 64) for _ in range(3))
+    balancer = symm_cp.HeadTail(16 * group.size(), group.size())
+
+    def call() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
+        for _ in range(5):
+            call()
+        return calls_of(call)
+
+
+def test_attention_in_a_region(ranks: Ranks) -> None:
+    """Limits the files and functions from the call of the user to the first command."""
+    for calls in ranks.run(2, walk_region):
+        assert len({call.split(":")[0] for call in calls}) <= 12, "\n".join(calls)
+        assert len(calls) <= 21, "\n".join(calls)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
 
 from symm_cp.context_parallel import all_gather_attention
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.integrations.diffusers.spread import SpreadModel, gathered, spread_of, spread_over
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 
 _OP = "diffusers' context parallelism"
 

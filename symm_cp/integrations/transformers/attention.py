@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
-from symm_cp.context_parallel import flex, sdpa
+from symm_cp.context_parallel import sdpa
 from symm_cp.context_parallel.flex_hook import current_mode, handled
-from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -21,6 +20,7 @@ from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.masks import OP, sequence_mask
 from symm_cp.integrations.transformers.positions import SCALED, rescaled
 from symm_cp.integrations.transformers.tables import bias_by_distance
+from symm_cp.ops.attention.mesh_calls import reporting_to_peers
 
 NAME = SYMM_CP
 
@@ -143,9 +143,10 @@ def _attend(
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = SequenceMask(is_causal=causal)
-    if not isinstance(mask, SequenceMask):  # of the whole sequence, from the model's caller
-        mask_of: Any = flex.mask_of if isinstance(mask, BlockMask) else sdpa.mask_of
-        mask = mask_of(region, mask, tensors[0], tensors[1])
+    if isinstance(mask, BlockMask):  # of the whole sequence, from the model's caller
+        mask = SequenceMask(block_mask=mask)
+    elif isinstance(mask, torch.Tensor):  # likewise
+        mask = sdpa.mask_of(region, mask, tensors[0], tensors[1])
     elif (documents := kwargs.get("cu_seq_lens_q")) is not None:
         mask = _with_documents(mask, documents, kwargs.get("cu_seq_lens_k"), query)
     out, _ = attend_sequence(NAME, region, *tensors, mask, **options)

@@ -49,7 +49,7 @@ def _check_recurrent(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
     mask = _argument(module, "attention_mask", args, kwargs)
     padded = mask is not None and any(each.lengths[rank] == 1 for each in watch.balancers)
     unheard = kwargs.get("cu_seq_lens_q") is not None and watch.recurred_without_documents
-    if not (padded or unheard) or not any(map(is_recurrent, module.modules())):
+    if not (padded or unheard) or not any(map(is_recurrent, map(type, module.modules()))):
         return
     if unheard:
         raise NotImplementedError(

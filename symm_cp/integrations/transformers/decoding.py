@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from symm_cp.context_parallel.inspectors import known_of
 from symm_cp.context_parallel.spread_keys import Blocks, SpreadKeys
 from symm_cp.group.memory import GroupLike, group_name, resolve
 from symm_cp.integrations.transformers import spread
@@ -187,7 +186,9 @@ def decoding(
     that does not attend through transformers' `AttentionInterface`.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    with attending([known_of(model)]):
+    if not parts:
+        raise ValueError(f"{_OP}: {type(model).__name__} has no model of transformers in it")
+    with attending([model]):
         hook = parts[0].register_forward_pre_hook(_compare_inputs, with_kwargs=True)
         try:
             yield SpreadCache(parts[0].config, mesh, block_size=block_size, capacity=capacity)

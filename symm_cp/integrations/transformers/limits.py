@@ -5,6 +5,7 @@ This module does not import transformers.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -36,30 +37,37 @@ def uses_transformers(module: nn.Module) -> bool:
 
 def is_model(module: nn.Module) -> bool:
     """Tells whether a module is a whole model of transformers, or one of its parts."""
-    return uses_transformers(module) and hasattr(module, "base_model_prefix")
+    return hasattr(module, "base_model_prefix") and uses_transformers(module)
 
 
-def limits_of(module: nn.Module) -> Iterator[Limit]:
-    """Yields the features of one module, without its children, that a region does not serve."""
+def limits_of(module: nn.Module) -> list[Limit]:
+    """Returns the features of one module, without its children, that a region does not serve."""
+    limits: list[Limit] = []
     if not uses_transformers(module):
-        return
+        return limits
     config: Any = module.config
     adapter = getattr(module, "active_peft_config", None)  # of PEFT
     if getattr(adapter, "is_prompt_learning", False):
-        yield Limit(
-            f"prompt learning ({type(adapter).__name__})",
-            "every rank would put the virtual tokens before its part of the sequence",
-            "Use an adapter without virtual tokens, such as LoRA",
+        limits.append(
+            Limit(
+                f"prompt learning ({type(adapter).__name__})",
+                "every rank would put the virtual tokens before its part of the sequence",
+                "Use an adapter without virtual tokens, such as LoRA",
+            )
         )
-    if is_model(module):
-        yield from _input_and_output_limits(module)
-        yield from _family_limits(config)
+    if hasattr(module, "base_model_prefix"):
+        limits += _limits_of_class(module.__class__)
+        limits += _limits_of_results(module)
+        limits += _family_limits(config)
     if not getattr(config, PASSED, False):
-        yield Limit(
-            f"config._attn_implementation={config._attn_implementation!r}",
-            "it would attend to this rank's part of the sequence only",
-            "Pass the model to context_parallel(model=...)",
+        limits.append(
+            Limit(
+                f"config._attn_implementation={config._attn_implementation!r}",
+                "it would attend to this rank's part of the sequence only",
+                "Pass the model to context_parallel(model=...)",
+            )
         )
+    return limits
 
 
 def _family_limits(config: Any) -> Iterator[Limit]:
@@ -73,27 +81,46 @@ def _family_limits(config: Any) -> Iterator[Limit]:
         )
 
 
-def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
-    """Yields limits of inputs that are not cut, and of results for whole samples."""
-    if makes_own_sequence(module):
-        yield Limit(
-            f"input {next(iter(inspect.signature(module.forward).parameters))!r}",
-            "every rank would make the whole sequence from it, and attend to it as to a part",
-            "Run it outside of context_parallel, and pass its result on as encoder_outputs or "
-            "inputs_embeds, which symm_cp.shard_batch cuts differentiably",
+@functools.cache
+def _limits_of_class(kind: Any) -> tuple[Limit, ...]:
+    """Returns limits of inputs that are not cut, and of heads that pool."""
+    limits = []
+    if makes_own_sequence(kind):
+        limits.append(
+            Limit(
+                f"input {list(inspect.signature(kind.forward).parameters)[1]!r}",
+                "every rank would make the whole sequence from it, and attend to it as to a part",
+                "Run it outside of context_parallel, and pass its result on as encoder_outputs or "
+                "inputs_embeds, which symm_cp.shard_batch cuts differentiably",
+            )
         )
-    returned = str(inspect.signature(module.forward).return_annotation)
-    if "WithPooling" in returned and getattr(module, "pooler", True) is not None:
+    if any(base.__name__.endswith(_POOLING) for base in kind.__mro__):
+        limits.append(
+            Limit(
+                f"type {kind.__name__}",
+                "it reads the first or last position, which another rank may hold",
+                "Use a model with results for each position",
+            )
+        )
+    return tuple(limits)
+
+
+@functools.cache
+def _pooled_result(kind: Any) -> str | None:
+    """Returns the name of a class's result if a pooler computes a part of it."""
+    returned = str(inspect.signature(kind.forward).return_annotation)
+    name = returned.rpartition(".")[2].rstrip(chr(39) + ">")
+    return name if "WithPooling" in returned else None
+
+
+def _limits_of_results(module: nn.Module) -> Iterator[Limit]:
+    """Yields limits of results for whole samples."""
+    pooled = _pooled_result(module.__class__)
+    if pooled is not None and getattr(module, "pooler", True) is not None:
         yield Limit(
-            f"a pooled result ({returned.rpartition('.')[2].rstrip(chr(39) + '>')})",
+            f"a pooled result ({pooled})",
             "it is computed from a position of this rank's part only",
             "Make the model with add_pooling_layer=False, if it takes that argument",
-        )
-    if any(kind.__name__.endswith(_POOLING) for kind in type(module).__mro__):
-        yield Limit(
-            f"type {type(module).__name__}",
-            "it reads the first or last position, which another rank may hold",
-            "Use a model with results for each position",
         )
     for each in (module.config, getattr(module.config, "text_config", None)):
         if getattr(each, _ROUTER_LOGITS, False) is True and hasattr(module, "lm_head"):

@@ -14,6 +14,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
-from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
 
@@ -41,15 +41,12 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _is_model(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel)
-
-
-def note_positions(stack: ExitStack, select: Select) -> None:
+def note_positions(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Notes the positions that models get, for their masks, until the end of `stack`."""
-    for model in select(_is_model):
-        hook = model.register_forward_pre_hook(_noting(model.__class__), with_kwargs=True)
-        stack.callback(hook.remove)
+    for model in parts:
+        if isinstance(model, PreTrainedModel):
+            hook = model.register_forward_pre_hook(_noting(model.__class__), with_kwargs=True)
+            stack.callback(hook.remove)
     stack.callback(setattr, _running, "positions", None)
 
 

@@ -7,6 +7,7 @@ index in the tensor, and ignores `position_ids`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.flex_hook import spread_region
-from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.ops.attention.layouts import encoded
@@ -28,21 +28,22 @@ _NAME = "position_ids"
 
 def _depends_on_length(module: nn.Module) -> bool:
     """Tells whether a module's rotary embedding depends on the longest position."""
-    kinds = getattr(module, "rope_type", None)
+    kinds: Any = module.rope_type
     types = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(t, str) and ("dynamic" in t or t == "longrope") for t in types)
 
 
-def use_longest_position(stack: ExitStack, select: Select) -> None:
+def use_longest_position(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Has rotary embeddings use all ranks' longest position in a region, until the end of `stack`.
 
     Hooks append that position to `position_ids` as a column, and remove its column from results.
     """
-    for module in select(_depends_on_length):
-        before = module.register_forward_pre_hook(_before, with_kwargs=True)
-        stack.callback(before.remove)
-        after = module.register_forward_hook(_after, with_kwargs=True)
-        stack.callback(after.remove)
+    for module in parts:
+        if "rope_type" in module.__dict__ and _depends_on_length(module):
+            before = module.register_forward_pre_hook(_before, with_kwargs=True)
+            stack.callback(before.remove)
+            after = module.register_forward_hook(_after, with_kwargs=True)
+            stack.callback(after.remove)
 
 
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import current_mode
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.integrations.transformers.in_use import hold
@@ -42,16 +41,18 @@ _RECURRENCES = {*_DELTA_RULES, _SCAN}
 _ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
 
-def use_sequence_before(stack: ExitStack, select: Select) -> None:
+def use_sequence_before(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Has recurrent layers continue across ranks within a region, until the end of `stack`."""
-    for module in select(is_recurrent):
-        function = inspect.unwrap(type(module).forward)
-        hold(stack, module, "forward", types.MethodType(_spread(function), module))
+    for module in parts:
+        if is_recurrent(module.__class__):
+            function = inspect.unwrap(type(module).forward)
+            hold(stack, module, "forward", types.MethodType(_spread(function), module))
 
 
-def is_recurrent(module: nn.Module) -> bool:
-    """Tells whether a module is a recurrent layer, by the functions that its forward calls."""
-    function = inspect.unwrap(type(module).forward)
+@functools.cache
+def is_recurrent(kind: type[nn.Module]) -> bool:
+    """Tells whether a class is of recurrent layers, by the functions that its forward calls."""
+    function = inspect.unwrap(kind.forward)
     code = getattr(function, "__code__", None)
     called = set() if code is None else {*code.co_names}
     return _CONVOLUTION in called and bool(_RECURRENCES & called)
@@ -123,10 +124,10 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
 
     A single rank runs transformers' code only without documents: on CPU that code mixes them.
     """
-    within = current_region()
-    if within is None or (within[0].world_size == 1 and _edges(kwargs) is None):
+    mode = current_mode()
+    if mode is None or (mode.region.world_size == 1 and _edges(kwargs) is None):
         return None
-    region = within[0]
+    region = mode.region
     balancer = region.layout(length)
     lengths = balancer.lengths
     if length not in (lengths[region.rank], balancer.rows(region.rank)):
@@ -135,8 +136,8 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
             f"{lengths[region.rank]}: transformers fills the cache of a short sequence with zeros. "
             "Call the model with use_cache=False"
         )
-    within[1].called = True
-    return _Spread(region, within[1], balancer)
+    mode.watch.called = True
+    return _Spread(region, mode.watch, balancer)
 
 
 def _check_state(state: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import current_mode
 from symm_cp.context_parallel.spread_keys import SpreadKeys
 from symm_cp.ops.attention.spread_cache import spread_cache_attention
 
@@ -88,7 +88,7 @@ def attend(
     """Attends to the keys of all ranks; arguments are transformers'. Returns (B, H, S, E)."""
     part.turn.layer = None
     name = type(module).__name__
-    if current_region() is not None:
+    if current_mode() is not None:
         raise NotImplementedError(
             f"{_OP}: {name} was called within context_parallel, where each rank has a part of the "
             "sequence, but with this cache every rank decodes all new tokens: call it outside of "

@@ -7,16 +7,17 @@ biases directly. BART and others count the positions of a tensor and look up the
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region, spread_region
-from symm_cp.context_parallel.inspectors import Select
+from symm_cp.context_parallel.flex_hook import current_mode, spread_region
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.integrations.transformers.in_use import hold
@@ -26,23 +27,21 @@ _COMPUTE, _HAS_TABLE = "compute_bias", "has_relative_attention_bias"
 _TABLE, _BUCKETS = "relative_attention_bias", "_relative_position_bucket"
 
 
-def use_positions(stack: ExitStack, select: Select) -> None:
+def use_positions(stack: ExitStack, parts: Sequence[nn.Module]) -> None:
     """Has tables use the whole sequence's positions within a region, until the end of `stack`."""
-    for module in select(_has_relative_bias):
-        hold(stack, module, _COMPUTE, types.MethodType(_compute_bias, module))
-        # False makes transformers allocate zeros for each pair of positions.
-        hold(stack, module, _HAS_TABLE, True)
-    for module in select(_counted_tables):
-        for table in _counted_tables(module):
-            hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
-            stack.callback(hook.remove)
+    for module in parts:
+        kind = module.__class__
+        if hasattr(kind, _COMPUTE) and hasattr(kind, _BUCKETS):
+            hold(stack, module, _COMPUTE, types.MethodType(_compute_bias, module))
+            # False makes transformers allocate zeros for each pair of positions.
+            hold(stack, module, _HAS_TABLE, True)
+        for child in module._modules.values():
+            if _takes_positions(child.__class__) and not _is_given_positions(kind):
+                hook = child.register_forward_pre_hook(_with_positions, with_kwargs=True)  # type: ignore[union-attr]
+                stack.callback(hook.remove)
 
 
 # --- relative biases ---------------------------------------------------------------------------
-
-
-def _has_relative_bias(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in (_COMPUTE, _HAS_TABLE, _BUCKETS))
 
 
 def _compute_bias(
@@ -53,10 +52,10 @@ def _compute_bias(
     past_seen_tokens: int = 0,
 ) -> torch.Tensor:
     """Replaces `compute_bias`; within a region returns the biases by distance."""
-    within = current_region()
+    mode = current_mode()
     # Past tokens are in a cache; cross-attention, without a table, counts the tokens just added.
-    if within is not None and not (past_seen_tokens and hasattr(self, _TABLE)):
-        return _by_distance(self, within[0], query_length, key_length)
+    if mode is not None and not (past_seen_tokens and hasattr(self, _TABLE)):
+        return _by_distance(self, mode.region, query_length, key_length)
     if hasattr(self, _TABLE):
         lengths = (query_length, key_length)
         return type(self).compute_bias(self, *lengths, device, past_seen_tokens)  # type: ignore[no-any-return]
@@ -101,18 +100,16 @@ def bias_by_distance(name: str, position_bias: torch.Tensor | None) -> torch.Ten
 # --- embeddings of positions -------------------------------------------------------------------
 
 
-def _counted_tables(module: nn.Module) -> list[nn.Module]:
-    """Returns a module's position tables, unless its forward takes `position_ids`."""
-    tables = [child for child in module.children() if _takes_positions(child)]
-    given = tables and "position_ids" in inspect.signature(module.forward).parameters
-    return [] if given else tables
+def _is_given_positions(kind: type[nn.Module]) -> bool:
+    return "position_ids" in inspect.signature(kind.forward).parameters
 
 
-def _takes_positions(module: nn.Module) -> bool:
-    """Tells whether a module embeds the positions of a tensor, or positions passed to it."""
-    if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
+@functools.cache
+def _takes_positions(kind: Any) -> bool:
+    """Tells whether modules of a class embed the positions of a tensor, or those passed to them."""
+    if not issubclass(kind, nn.Embedding) or kind is nn.Embedding:
         return False
-    names = tuple(inspect.signature(module.forward).parameters)
+    names = tuple(inspect.signature(kind.forward).parameters)[1:]
     return names[0] in ("input_ids", "input_ids_shape") and "position_ids" in names
 
 

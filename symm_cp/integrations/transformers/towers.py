@@ -9,6 +9,7 @@ reach the tower, and are summed like all others.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -22,15 +23,17 @@ _OF_POSITIONS = ("labels", "shift_labels")
 _CUT = ("inputs_embeds", "attention_mask", "position_ids")
 
 
-def _arguments(module: nn.Module) -> Mapping[str, Any]:
-    return inspect.signature(module.forward).parameters
+def _arguments(kind: Any) -> dict[str, inspect.Parameter]:
+    """Returns the arguments of a class's forward, without `self`."""
+    return dict(list(inspect.signature(kind.forward).parameters.items())[1:])
 
 
-def makes_own_sequence(module: nn.Module) -> bool:
-    """Tells whether a model of transformers makes its sequence from pictures or sounds."""
-    if not hasattr(module, "base_model_prefix"):
+@functools.cache
+def makes_own_sequence(kind: type[nn.Module]) -> bool:
+    """Tells whether models of a class of transformers make a sequence from pictures or sounds."""
+    if not hasattr(kind, "base_model_prefix"):
         return False
-    names = _arguments(module)
+    names = _arguments(kind)
     first = next(iter(names.values()), None)
     if first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD):  # it wraps another
         return False
@@ -52,7 +55,7 @@ def embed_media(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
     Does nothing if the model has no language model beside a tower. Raises `NotImplementedError` if
     the language model gets further tensors, which could not be cut.
     """
-    towers = [part for part in model.modules() if makes_own_sequence(part)]
+    towers = [part for part in model.modules() if makes_own_sequence(part.__class__)]
     inside = {part for tower in towers for part in tower.modules()}
     texts = [
         part
@@ -60,7 +63,7 @@ def embed_media(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
         if hasattr(part, "base_model_prefix")
         and part not in inside
         and inside.isdisjoint(part.modules())
-        and "inputs_embeds" in _arguments(part)
+        and "inputs_embeds" in _arguments(part.__class__)
     ]
     if not towers or not texts:
         return

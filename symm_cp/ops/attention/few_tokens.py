@@ -24,7 +24,7 @@ from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import Tensors, heads_in_rows
-from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask, in_band
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import additive, dense_features, rows_first
 from symm_cp.runtime import exchange
@@ -296,22 +296,13 @@ def _form(tiles: list[Tile], rows: int, keys: int, dtype: torch.dtype, backward:
     return MASKED if rows * keys <= most else TILES
 
 
-def _range(end: int) -> torch.Tensor:
-    return torch.arange(end, device="cpu")
-
-
 def _visible(tiles: list[Tile], rows: int, keys: int) -> torch.Tensor:
     """Returns the mask of visible keys, (rows, keys)."""
     visible = torch.zeros(rows, keys, dtype=torch.bool, device="cpu")
     for tile in tiles:
         part = visible[tile.q_begin : tile.q_end, tile.k_begin : tile.k_end]
-        offset = _range(part.shape[1]) - _range(part.shape[0]).unsqueeze(1)
-        seen = torch.ones_like(part)
-        if tile.low is not None:
-            seen &= offset >= tile.low
-        if tile.high is not None:
-            seen &= offset <= tile.high
-        part |= seen
+        rows_of_tile, keys_of_tile = part.shape
+        part |= in_band(rows_of_tile, keys_of_tile, tile.low, tile.high, part.device)
     return visible
 
 
@@ -319,7 +310,8 @@ def _seeing(tiles: list[Tile], rows: int) -> torch.Tensor:
     """Returns which queries see at least one key, (rows,)."""
     seeing = torch.zeros(rows, dtype=torch.bool, device="cpu")
     for tile in tiles:
-        row, keys = _range(tile.q_end - tile.q_begin), tile.k_end - tile.k_begin
+        row = torch.arange(tile.q_end - tile.q_begin, device="cpu")
+        keys = tile.k_end - tile.k_begin
         first = 0 if tile.low is None else (row + tile.low).clamp_min(0)
         last = keys - 1 if tile.high is None else (row + tile.high).clamp_max(keys - 1)
         seeing[tile.q_begin : tile.q_end] |= torch.as_tensor(first <= last, device="cpu")

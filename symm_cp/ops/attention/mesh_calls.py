@@ -1,25 +1,53 @@
-"""Calls over a mesh, which consist of calls over its rows and columns: how a failure spreads.
+"""How a failure before an op reaches the peers, over a group or over a mesh.
 
-A rank that fails reports the error to the peers in its row and its column; these fail as well and
-report to theirs, until the error has reached all ranks of the mesh. Afterwards all ranks are in
-step and the mesh stays usable: the ranks of a group have run or refused the same number of calls.
-To get there, a rank refuses the next call of each group except the group whose call failed on it:
-that call has already reported the error to its group. The group of all ranks takes no part in this.
+Calls over a mesh consist of calls over its rows and columns. A rank that fails reports the error to
+the peers in its row and its column; these fail as well and report to theirs, until the error has
+reached all ranks of the mesh. Afterwards all ranks are in step and the mesh stays usable: the ranks
+of a group have run or refused the same number of calls. To get there, a rank refuses the next call
+of each group except the group whose call failed on it: that call has already reported the error to
+its group. The group of all ranks takes no part in this.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.group.memory import is_reported, reported, resolve
-from symm_cp.ops.error_reports import END_OF_RECOMPUTATION
+from symm_cp.ops.error_reports import END_OF_RECOMPUTATION, report
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _RANK = re.compile(r"(?<!global )\brank (\d+)\b")
+
+
+def reporting_to_peers(
+    group: str | tuple[str, ...], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Calls a function; reports its error to the group's other ranks, which may wait for this one.
+
+    A tuple of groups belongs to a mesh over which ranks attend. Does not wait for peers.
+    """
+    # torch.compiler.is_compiling(), inlined to one call: this runs in each layer.
+    if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+        return function(*args, **kwargs)
+    if not isinstance(group, str):
+        with propagates_failure(*group):
+            return function(*args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except END_OF_RECOMPUTATION:  # nothing failed
+        raise
+    except Exception as error:
+        report(lambda *_: group, "sync", error, args, kwargs)
+        raise
 
 
 @contextlib.contextmanager

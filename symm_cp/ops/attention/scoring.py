@@ -61,6 +61,29 @@ class TileMask:
         return self.low is None and self.high == 0
 
 
+def in_band(
+    rows: int,
+    keys: int,
+    low: int | None,
+    high: int | None,
+    device: torch.device,
+    *,
+    first: int = 0,
+) -> torch.Tensor:
+    """Which keys j query i sees: low <= j - i <= high (None: no limit); (rows, keys) of bool.
+
+    The queries are those from number `first` on.
+    """
+    queries = torch.arange(first, first + rows, device=device)
+    offset = torch.arange(keys, device=device) - queries.unsqueeze(1)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if low is not None:
+        visible &= offset >= low
+    if high is not None:
+        visible &= offset <= high
+    return visible
+
+
 class Gradients(NamedTuple):
     """Sums of gradients, with the shapes of query, key and value.
 

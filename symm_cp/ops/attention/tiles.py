@@ -14,7 +14,7 @@ import torch
 from symm_cp.cuda import has_streams
 from symm_cp.cuda.cached import cached
 from symm_cp.ops.attention import kernels, native_tiles
-from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask
+from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask, in_band
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
 from symm_cp.tensors.dtypes import wide
@@ -88,12 +88,7 @@ def _band(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The additive mask of a tile with a band, and which of its rows see no key."""
-    offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
-    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
-    if low is not None:
-        visible &= offset >= low
-    if high is not None:
-        visible &= offset <= high
+    visible = in_band(rows, keys, low, high, device)
     return additive(visible, dtype), visible.any(1).logical_not()
 
 

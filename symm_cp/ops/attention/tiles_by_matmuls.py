@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from symm_cp.ops.attention import philox
-from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask, in_band
 from symm_cp.tensors import dtypes
 
 # Scores in a block of rows: bounds the temporary memory (32 MiB in float64 for 2^22).
@@ -50,7 +50,12 @@ class _Rows:
         if tile_mask.mask is not None:
             mask = tile_mask.mask
             score = score + (mask[..., at, :] if mask.dim() > 1 and mask.shape[-2] > 1 else mask)
-        self.score = _under_band(score, tile_mask.low, tile_mask.high, rows.start)
+        low, high = tile_mask.low, tile_mask.high
+        if low is not None or high is not None:
+            keys = key.shape[2]
+            visible = in_band(len(rows), keys, low, high, score.device, first=rows.start)
+            score = score.masked_fill(visible.logical_not(), -torch.inf)
+        self.score = score
         self.factor: torch.Tensor | None = None  # of dropout
         if scoring.dropout_p > 0:
             B, H = score.shape[:2]
@@ -68,21 +73,6 @@ class _Rows:
     def dropped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns weights after dropout; maps gradients after dropout to those before it."""
         return tensor if self.factor is None else tensor * self.factor
-
-
-def _under_band(score: torch.Tensor, low: int | None, high: int | None, first: int) -> torch.Tensor:
-    if low is None and high is None:
-        return score
-    rows, keys = score.shape[-2:]
-    offset = torch.arange(keys, device=score.device) - torch.arange(
-        first, first + rows, device=score.device
-    ).unsqueeze(1)
-    hidden = torch.zeros_like(offset, dtype=torch.bool)
-    if low is not None:
-        hidden |= offset < low
-    if high is not None:
-        hidden |= offset > high
-    return score.masked_fill(hidden, -torch.inf)
 
 
 def _blocks(

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention.attend import Attention
-from symm_cp.ops.attention.flex.mask import Modifier, check_lengths
+from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers, kept_modifiers
 from symm_cp.ops.attention.flex.op import check_flex, flex_attention_of, flex_backward
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
@@ -124,7 +124,6 @@ class _Arguments(NamedTuple):
         keys = keys_held(_FORWARD, group, local, known, ordered=ordered)
         block_mask, mask_mod = self.block_mask(mask), None
         if block_mask is not None:
-            check_lengths(block_mask, queries.length, keys.length)
             mask_mod = block_mask.mask_mod
         elif mask is not None:
             mask_mod = mask.bound(*self._mask_captures)

@@ -34,7 +34,7 @@ from symm_cp.ops.attention.attend import (
 )
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
-from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
+from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, check_lengths
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
@@ -178,12 +178,7 @@ def check_flex(
             )
     if block_mask is None:
         return
-    lengths = (layouts[0].length, layouts[1].length)
-    if tuple(block_mask.seq_lengths) != lengths:
-        raise ValueError(
-            f"{_OP}: block_mask is for {tuple(block_mask.seq_lengths)} queries and keys, must be "
-            f"for the whole sequence, {lengths}"
-        )
+    check_lengths(block_mask, layouts[0].length, layouts[1].length)
     shape = block_mask.kv_num_blocks.shape[:-1]
     if len(shape) != 2 or any(
         masked not in (1, size) for masked, size in zip(shape, query.shape[:2], strict=True)

@@ -59,8 +59,8 @@ Api open(const std::string& path) {
   find(library, "cuMemcpyBatchAsync_v2", api.copy_batch);
   if (api.copy_batch == nullptr) find(library, "cuMemcpyBatchAsync", api.copy_batch_12);
   find_hosted(library, "symm_cp_hosted_stream", api.hosted_stream);
-  find_hosted(library, "symm_cp_hosted_launch", api.hosted_launch);
-  find_hosted(library, "symm_cp_hosted_end", api.hosted_end);
+  find_hosted(library, "symm_cp_hosted_use", api.hosted_use);
+  find_hosted(library, "symm_cp_hosted_ops", api.hosted_ops);
   return api;
 }
 

@@ -78,6 +78,10 @@ struct Copy2D {  // CUDA_MEMCPY2D
 };
 static_assert(sizeof(Copy2D) == 128);
 
+// To the streams of a simulated device; where they went before, after a call that issued all its
+// work, or that failed.
+enum HostedOps { kOpsToStreams, kOpsIssued, kOpsFailed };
+
 struct Api {
   Result (*get_version)(int*);
   Result (*error_name)(Result, const char**);
@@ -106,11 +110,12 @@ struct Api {
   Result (*copy_batch_12)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                           size_t*, Stream);
 
-  // Only in drivers that tests substitute: returns the caller's stream; has a stream call a
-  // function; returns when a stream has finished a call.
+  // Only in drivers that tests substitute: returns the calling thread's stream; makes another
+  // stream that, and returns the one before; says where torch's ops in this thread go, by
+  // HostedOps.
   Stream (*hosted_stream)(int device);
-  void (*hosted_launch)(Stream, void (*function)(void*), void* argument);
-  void (*hosted_end)(Stream);
+  Stream (*hosted_use)(Stream);
+  void (*hosted_ops)(int);
 
   // Returns 12050 for CUDA 12.5. Throws Error.
   int version() const;

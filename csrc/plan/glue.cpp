@@ -107,8 +107,8 @@ bool arguments_of(const KnownOp& op, PyObject* args, PyObject* kwargs,
 SYMM_CP_EXPORT PyObject* symm_cp_plan_launch(void* handle, void* streams, PyObject* memory,
                                              const symm_cp::WorkspaceLayout* layout, uint32_t epoch,
                                              void* const* lanes, const void* const* operands,
-                                             int count, const char* call_name, int joined,
-                                             PyObject* owner, PyObject* fail) {
+                                             int count, const char* call_name, PyObject* owner,
+                                             PyObject* fail) {
   HANDLE_TH_ERRORS
   LaunchStep step{};
   step.streams = static_cast<symm_cp::Streams*>(streams);
@@ -116,7 +116,6 @@ SYMM_CP_EXPORT PyObject* symm_cp_plan_launch(void* handle, void* streams, PyObje
   step.layout = *layout;
   std::copy(lanes, lanes + symm_cp::kLanes, step.lanes);
   step.call_name = call_name;
-  step.joined = joined != 0;
   step.owner = owned(owner);
   step.fail = [fail = owned(fail)](const std::vector<at::Tensor>& used, const std::string& error) {
     const pybind11::gil_scoped_acquire gil;

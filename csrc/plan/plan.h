@@ -126,7 +126,6 @@ struct LaunchStep {
   void* lanes[kLanes];  // the first is the caller's stream, which each call sets
   std::vector<ValuePlace> operands;
   std::string call_name;
-  bool joined;                  // the caller's stream waits for its end
   std::shared_ptr<void> owner;  // Python's workspace
   // Abandons the workspace after an error; its streams may still use `tensors`.
   std::function<void(const std::vector<at::Tensor>&, const std::string& error)> fail;

@@ -116,13 +116,9 @@ class PlanRecording final : public Recording {
   // Returns the plan of the call, which ended with these results; null if it was refused.
   std::shared_ptr<const Plan> end(const std::vector<c10::IValue>& results) {
     what_ = "the result";
-    bool launches = false;
-    bool joined = true;
-    for (const Step& step : plan_.steps) {
-      const auto* launch = std::get_if<LaunchStep>(&step);
-      launches |= launch != nullptr;
-      joined &= launch == nullptr || launch->joined;
-    }
+    const bool launches = std::any_of(plan_.steps.begin(), plan_.steps.end(), [](const Step& step) {
+      return std::holds_alternative<LaunchStep>(step);
+    });
     if (plan_.device.is_cpu() && !launches) {
       plan_.calls = calls_;
       if (Group::made_by_this_thread() - first_call_ != calls_)
@@ -146,9 +142,7 @@ class PlanRecording final : public Recording {
       plan_.results.emplace_back(std::move(made));
     }
     plan_.values = values_.size();
-    // If the call is not joined, streams of a simulated device still use values after it has
-    // returned.
-    if (joined) find_last_uses();
+    find_last_uses();
     return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
   }
   const std::string& refusal() const { return refusal_; }
@@ -190,29 +184,43 @@ class PlanRecording final : public Recording {
   };
 
   // Finds where each value is used last: memory must be freed as early as when Python makes the
-  // call.
+  // call. Freed memory is taken again by the stream that it was made on, so a value that another
+  // lane of a launch uses lives until the launch ends: then the caller's stream has waited for it.
   void find_last_uses() {
     std::vector<std::vector<int>*> last(values_.size(), nullptr);
     const auto use = [&](int value, std::vector<int>& here) {
       if (value >= static_cast<int>(inputs_)) last[value] = &here;
     };
     const std::vector<ValuePlace>* operands = nullptr;
+    std::vector<int> made_on(values_.size(), 0);  // lanes
+    std::vector<int> shared;                      // used by another lane of the launch
     for (Step& step : plan_.steps) {
       if (auto* exchange = std::get_if<ExchangeStep>(&step)) {
         for (const View& view : exchange->given) use(view.place.value, exchange->last);
         for (const View& view : exchange->taken) use(view.place.value, exchange->last);
       }
       if (const auto* launch = std::get_if<LaunchStep>(&step)) operands = &launch->operands;
-      if (auto* end = std::get_if<EndStep>(&step))
+      if (auto* end = std::get_if<EndStep>(&step)) {
         for (const ValuePlace& place : *operands) use(place.value, end->last);
-      if (auto* kernel = std::get_if<KernelStep>(&step))
+        for (const int value : std::exchange(shared, {})) use(value, end->last);
+      }
+      if (auto* kernel = std::get_if<KernelStep>(&step)) {
+        const int lane = kernel->lane.value_or(0);
         for (auto& inner : kernel->steps)
           std::visit(
               [&](auto& s) {
-                for_each_view(s, [&](const View& view) { use(view.place.value, s.last); });
-                for (const int value : s.results) use(value, s.last);
+                for_each_view(s, [&](const View& view) {
+                  const int value = view.place.value;
+                  use(value, s.last);
+                  if (value >= 0 && made_on[value] != lane) shared.push_back(value);
+                });
+                for (const int value : s.results) {
+                  use(value, s.last);
+                  if (value >= 0) made_on[value] = lane;
+                }
               },
               inner);
+      }
     }
     for (const auto& result : plan_.results)
       if (const auto* made = std::get_if<StepArgument>(&result))

@@ -1,6 +1,5 @@
 #include "plan/run.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/DeviceGuard.h>
@@ -29,13 +28,11 @@ struct Slot {
 
 using Values = c10::SmallVector<at::Tensor, 12>;
 
-// The values of a call. Streams of a simulated device may use the values after the call has
-// returned.
+// The values of a call.
 struct Frame {
   Values values;
   Key::Tensors given;  // if plans of the op have free arguments
   Key::FreeNumbers numbers;
-  std::exception_ptr error;
 };
 
 // Functions for the current stream of a CUDA device, which torch's CUDA library exports for code
@@ -75,19 +72,50 @@ std::optional<void*> current_stream(const driver::Api& api, c10::Device device) 
   return stream;
 }
 
-// Makes a stream of a CUDA device the current one within its scope.
+// Makes a stream the current one within its scope.
 class OnStream {
  public:
-  OnStream(void* stream, c10::Device device) {
+  OnStream(const driver::Api& api, void* stream, c10::Device device) : api_(api) {
+    if (api_.hosted_use != nullptr) {
+      guard_ = api_.hosted_use(stream);
+      return;
+    }
     TORCH_CHECK(CudaStreams::get().use(stream, device.index(), &guard_) == 0,
                 "symm_cp: torch cannot use a stream of ", device);
   }
-  ~OnStream() { CudaStreams::get().undo(guard_); }
+  ~OnStream() {
+    if (api_.hosted_use != nullptr)
+      api_.hosted_use(guard_);
+    else
+      CudaStreams::get().undo(guard_);
+  }
   OnStream(const OnStream&) = delete;
   OnStream& operator=(const OnStream&) = delete;
 
  private:
-  void* guard_ = nullptr;
+  const driver::Api& api_;
+  void* guard_ = nullptr;  // of a simulated device: the stream before
+};
+
+// Within its scope torch's ops go to the streams of a simulated device. On others they always do.
+class OnSimulatedStreams {
+ public:
+  explicit OnSimulatedStreams(const Plan& plan) {
+    for (const Step& step : plan.steps)
+      if (const auto* launch = std::get_if<LaunchStep>(&step))
+        ops_ = launch->streams->api().hosted_ops;
+    if (ops_ != nullptr) ops_(driver::kOpsToStreams);
+  }
+  ~OnSimulatedStreams() {
+    if (ops_ != nullptr) ops_(failed ? driver::kOpsFailed : driver::kOpsIssued);
+  }
+  OnSimulatedStreams(const OnSimulatedStreams&) = delete;
+  OnSimulatedStreams& operator=(const OnSimulatedStreams&) = delete;
+
+  bool failed = true;
+
+ private:
+  void (*ops_)(int) = nullptr;
 };
 
 bool is_capturing(const driver::Api& api, void* stream) {
@@ -100,17 +128,17 @@ bool is_capturing(const driver::Api& api, void* stream) {
 class PlanRun {
  public:
   PlanRun(std::shared_ptr<const Plan> plan, const Key& key, std::shared_ptr<Group> group)
-      : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
-    Values& inputs = frame_->values;
+      : plan_(std::move(plan)), group_(std::move(group)) {
+    Values& inputs = frame_.values;
     for (const at::Tensor& tensor : key.tensors()) {
       const auto shares = [&](const at::Tensor& other) {
         return other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
       };
       if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
     }
-    if (key.has_free()) frame_->given = key.tensors(), frame_->numbers = key.free_numbers();
-    frame_->values.resize(plan_->values);
-    for (const auto& [value, tensor] : plan_->constants) frame_->values[value] = tensor;
+    if (key.has_free()) frame_.given = key.tensors(), frame_.numbers = key.free_numbers();
+    frame_.values.resize(plan_->values);
+    for (const auto& [value, tensor] : plan_->constants) frame_.values[value] = tensor;
   }
 
   void run() {
@@ -121,14 +149,14 @@ class PlanRun {
       if (plan_->calls > 0 && Group::made_by_this_thread() - first_call_ >= plan_->calls)
         throw kernels::Failed(std::current_exception());
       if (launch_ == nullptr) throw;
-      launch_->fail({frame_->values.begin(), frame_->values.end()}, error.what());
+      launch_->fail({frame_.values.begin(), frame_.values.end()}, error.what());
       if (dynamic_cast<const driver::Error*>(&error) != nullptr)
         TORCH_CHECK(false, "symm_cp: ", error.what());
       throw;
     }
   }
 
-  c10::IValue result(const StepArgument& given) const { return value_of(given, *frame_, nullptr); }
+  c10::IValue result(const StepArgument& given) const { return value_of(given, frame_, nullptr); }
 
  private:
   static at::Tensor tensor_of(const View& view, const Frame& frame, const Slot* slot) {
@@ -223,10 +251,10 @@ class PlanRun {
     };
     std::string name;
     if (step.free_number)
-      name = step.before + std::to_string(frame_->numbers[*step.free_number].value) + step.after;
+      name = step.before + std::to_string(frame_.numbers[*step.free_number].value) + step.after;
     step.prepared->run(*group_, addresses(step.given), addresses(step.taken),
                        step.free_number ? &name : nullptr);
-    forget(step.last, *frame_);
+    forget(step.last, frame_);
   }
 
   void carry_out(const LaunchStep& step) {
@@ -242,7 +270,7 @@ class PlanRun {
 
   void* pointer(const ValuePlace& place) const {
     if (place.value == kNoValue) return nullptr;
-    return static_cast<char*>(frame_->values[place.value].mutable_data_ptr()) + place.offset;
+    return static_cast<char*>(frame_.values[place.value].mutable_data_ptr()) + place.offset;
   }
 
   void carry_out(const CommandStep& step) {
@@ -252,51 +280,22 @@ class PlanRun {
   }
 
   void carry_out(const KernelStep& step) {
-    if (!step.lane) return carry_out_all(step, *frame_, &slot_);
-    const driver::Api& api = launch_->streams->api();
-    if (api.hosted_launch == nullptr) {
-      std::optional<OnStream> on_lane;
-      if (*step.lane != 0 && api.hosted_stream == nullptr)
-        on_lane.emplace(lanes_[*step.lane], plan_->device);
-      return carry_out_all(step, *frame_, &slot_);
-    }
-    // A simulated stream runs the kernel later, in another thread.
-    auto* const later = new std::function<void()>(
-        [plan = plan_, &step, frame = frame_, slot = slot_, state = at::ThreadLocalState()] {
-          if (*step.lane == 0 && frame->error != nullptr) return;
-          const at::ThreadLocalStateGuard guard(state);
-          try {
-            carry_out_all(step, *frame, &slot);
-          } catch (const std::exception&) {
-            if (*step.lane != 0) throw;  // the call may have returned: this ends the process
-            frame->error = std::current_exception();
-          }
-        });
-    api.hosted_launch(
-        lanes_[*step.lane],
-        [](void* function) {
-          const std::unique_ptr<std::function<void()>> owned(
-              static_cast<std::function<void()>*>(function));
-          (*owned)();
-        },
-        later);
+    if (!step.lane) return carry_out_all(step, frame_, &slot_);
+    std::optional<OnStream> on_lane;
+    if (*step.lane != 0)
+      on_lane.emplace(launch_->streams->api(), lanes_[*step.lane], plan_->device);
+    carry_out_all(step, frame_, &slot_);
   }
 
   void carry_out(const EndStep& step) {
-    const driver::Api& api = launch_->streams->api();
-    if (api.hosted_end != nullptr) {
-      const WithoutGil waiting;
-      api.hosted_end(lanes_[0]);
-    }
-    if (frame_->error != nullptr) std::rethrow_exception(frame_->error);
     launch_ = nullptr;
     lock_.reset();
-    forget(step.last, *frame_);
+    forget(step.last, frame_);
   }
 
   std::shared_ptr<const Plan> plan_;
   std::shared_ptr<Group> group_;
-  std::shared_ptr<Frame> frame_;
+  Frame frame_;
   std::optional<CallLock> lock_;
   int64_t first_call_ = Group::made_by_this_thread();
   const LaunchStep* launch_ = nullptr;  // the launch under way
@@ -331,6 +330,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (plan->counts) kernels::count_attention_run();
+  OnSimulatedStreams ops(*plan);
   PlanRun run(plan, key, group);
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
@@ -339,6 +339,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
     stack->push_back(made != nullptr ? run.result(*made)
                                      : c10::IValue(key.tensors()[std::get<size_t>(result)]));
   }
+  ops.failed = false;
   return true;
 }
 

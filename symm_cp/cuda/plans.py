@@ -115,7 +115,6 @@ class Recording(TorchDispatchMode):
         lanes: ctypes.Array[ctypes.c_void_p],
         operands: ctypes.Array[ctypes.c_void_p],
         call_name: bytes,
-        joined: bool,
     ) -> None:
         """Begins a launch; see `Launch`."""
         device = workspace.device
@@ -125,7 +124,7 @@ class Recording(TorchDispatchMode):
         self._glue.symm_cp_plan_launch(
             *(self._handle, ctypes.c_void_p(workspace.handle), workspace.memory),
             *(ctypes.byref(workspace.layout), epoch, lanes, operands, len(operands), call_name),
-            *(joined, workspace, functools.partial(_failed, workspace)),
+            *(workspace, functools.partial(_failed, workspace)),
         )
 
     def commands(self, commands: ctypes.Array[wire.Command]) -> None:

@@ -67,8 +67,7 @@ class Launch:
             if capturing and workspace.moved_to(streams[0]):
                 workspace.issue(_FOLLOW, *call)
             if plan is not None:
-                joined = self.program.joined
-                plan.launch(workspace, epoch, lanes, addresses, call_name, joined)
+                plan.launch(workspace, epoch, lanes, addresses, call_name)
             for item in self.program.items:
                 if isinstance(item, KernelCall):
                     kernel = kernels[item.name]

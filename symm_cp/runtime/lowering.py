@@ -45,12 +45,11 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Program:
-    """A lowered schedule. `joined`: the caller's stream waits for the end of all lanes."""
+    """A lowered schedule."""
 
     items: tuple[KernelCall | Batch, ...]
     #: Of reductions.
     sources: ctypes.Array[wire.Place]
-    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,11 @@ class Lowering:
         self.commands: list[wire.Command] = []
         self.sources: list[wire.Place] = []
 
-    def program(self, *, joined: bool = True) -> Program:
+    def program(self) -> Program:
         """Returns the program of the steps so far; call it once."""
         self._flush()
         sources = (wire.Place * len(self.sources))(*self.sources)
-        return Program(tuple(self.items), sources, joined)
+        return Program(tuple(self.items), sources)
 
     def step(self, lane: str, step: Step) -> None:
         """Lowers a step of a lane."""
@@ -241,7 +240,7 @@ class StreamLowering(Lowering):
             self.add(wire.Kind.WAIT_EVENT, "compute", event=_JOIN)
         if self.follows:
             self.add(wire.Kind.RECORD, "compute", event=END)
-        return self.program(joined=self.joined)
+        return self.program()
 
     def add(self, kind: wire.Kind, lane: str, **fields: object) -> None:
         """Appends a command that is no copy."""

@@ -272,26 +272,19 @@ void simulated_graph_destroy(void* graph) {
 
 // The stream that the calling thread's tensors belong to: it may use what they leave, in order.
 thread_local SimStream* chosen_stream = nullptr;
-void simulated_choose_stream(Stream stream) { chosen_stream = static_cast<SimStream*>(stream); }
 void* simulated_owning_stream() {
   if (simulated::served_here() != nullptr) return simulated::served_here();
   return chosen_stream != nullptr ? chosen_stream : default_streams[current.device];
 }
 
 // What csrc/cuda/driver.h asks of drivers that stand in for one. Handle 0 is the default stream.
-void* symm_cp_hosted_stream(int) { return chosen_stream; }
-void symm_cp_hosted_launch(Stream handle, void (*function)(void*), void* argument) {
-  auto* const stream =
-      handle != nullptr ? static_cast<SimStream*>(handle) : default_streams[current.device];
-  simulated::Command command{"a kernel of a plan", Kind::kKernel};
-  command.run = [=] { function(argument); };
-  issue(*stream, std::move(command));
+Stream symm_cp_hosted_stream(int) { return chosen_stream; }
+Stream symm_cp_hosted_use(Stream stream) {
+  return std::exchange(chosen_stream, static_cast<SimStream*>(stream));
 }
-void symm_cp_hosted_end(Stream handle) {
-  auto* const stream =
-      handle != nullptr ? static_cast<SimStream*>(handle) : default_streams[current.device];
-  stream->drain();
-}
+void (*ops_to)(int) = nullptr;  // of simulated.py
+void simulated_ops(void (*function)(int)) { ops_to = function; }
+void symm_cp_hosted_ops(int where) { ops_to(where); }
 
 // Calls a function with a block that was freed, once its stream is past this point.
 void simulated_when_passed(void* owner, void (*function)(void*), void* block) {

@@ -23,6 +23,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from symm_cp import native
+from tests.cuda.ahead import Ahead
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
@@ -39,6 +40,8 @@ FAULTS = ("", "refuse", "hang", "ignore", "reorder")
 
 #: A function that a stream calls.
 CALL = ctypes.CFUNCTYPE(None)
+#: A function that says where torch's ops go, see `HostedOps` in csrc/cuda/driver.h.
+OPS_TO = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 def _compile(target: Path, *arguments: str) -> None:
@@ -120,7 +123,7 @@ def thread_state() -> Callable[[], AbstractContextManager[None]]:
     keys = torch._C._dispatch_tls_local_include_set(), excluded
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    modes = dispatch._get_current_dispatch_mode_stack()
+    modes = [m for m in dispatch._get_current_dispatch_mode_stack() if not isinstance(m, Ahead)]
     pooling = machine().pooling()
 
     @contextlib.contextmanager
@@ -168,11 +171,14 @@ class Machine:
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
             "hold": [number], "queues_for_engine": [pointer],
-            "choose_stream": [pointer],
+            "ops": [OPS_TO],
         }.items():  # fmt: skip
             with contextlib.suppress(AttributeError):
                 getattr(self.library, f"simulated_{name}").argtypes = types
         self.library.simulated_replay.restype = number
+        for name in ("stream", "use"):
+            getattr(self.library, f"symm_cp_hosted_{name}").restype = pointer
+        self.library.symm_cp_hosted_use.argtypes = [pointer]
         self.names: dict[str, bytes] = {}
         self.kernels_loaded: set[str] = set()
         self.lazy_loading = False

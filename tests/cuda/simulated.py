@@ -3,11 +3,12 @@
 `driver.cpp` is its driver; it guarantees what CUDA's does and no more. Kernels are Python functions
 that run on the thread of their stream. Tensors are the CPU's and tests read them at once, so the
 calling thread waits for its stream at the end of each call (unless the simulation is `deferred`);
-within a call the host is ahead of the device, as with CUDA.
+within a call the host is ahead of the device, as with CUDA. In calls by plans that is true of every
+op of torch (ahead.py): all that the call allocates is freed again before its streams get there.
 
-One thing differs: on CUDA an exception in Python code that launches kernels is raised before later
-commands are issued. Here that code runs on the stream, so by then they may have been issued; the
-kernels among them are left out, and the call raises at its end.
+One thing differs in calls by Python: on CUDA an exception in code that launches kernels is raised
+before later commands are issued. Here that code runs on the stream, so by then they may have been
+issued; the kernels among them are left out, and the call raises at its end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import random
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager
@@ -31,6 +33,7 @@ from unittest import mock
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
+from torch.utils import _python_dispatch as dispatch
 
 from symm_cp import cuda, native
 from symm_cp.cuda import plans
@@ -40,8 +43,9 @@ from symm_cp.group import memory
 from symm_cp.runtime.lowering import LANES
 from symm_cp.runtime.recorder import Mark
 from tests.cuda import pools
+from tests.cuda.ahead import Ahead
 from tests.cuda.graphs import Graph, refuse
-from tests.cuda.machine import Machine, build, machine
+from tests.cuda.machine import OPS_TO, Machine, build, machine
 
 __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
 
@@ -51,7 +55,7 @@ SIMULATION = "SYMM_CP_TEST_SIMULATION"
 _POLLING = "StreamRuntime._poll"  # the runtime's method whose kernel polls
 
 
-class _Event:
+class Recorded:
     """An event behind all work that a stream was given so far."""
 
     def __init__(self, device: SimulatedDevice, stream: int) -> None:
@@ -114,8 +118,8 @@ class Mode:
 
     @property
     def plans(self) -> bool:
-        """Whether calls may be made by plans: calls return when their streams have ended."""
-        return not (self.graph or self.deferred or self.lazy_loading)
+        """Whether calls may be made by plans."""
+        return not self.graph
 
 
 class SimulatedDevice(cuda.Device):
@@ -131,7 +135,9 @@ class SimulatedDevice(cuda.Device):
         self.library = self.machine.library
         self.machine.default_stream(index)
         self._sides: dict[tuple[str, str, int], int] = {}
-        self._chosen = threading.local()  # each thread's stream
+        self._here = threading.local()  # the graph that a thread captures, and its calls by plans
+        self._ops_to = OPS_TO(self._send_ops)
+        self.library.simulated_ops(self._ops_to)
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.mode = self.machine.mode or Mode()
         self._times_in_capture = 0
@@ -140,16 +146,15 @@ class SimulatedDevice(cuda.Device):
         self._kept: list[Any] | None = None  # functions that a graph of `capture` calls
         self.poisoned = False
         self.tree = False  # whether torch.compile warms up or captures a graph
-        self._lane = 0  # the stream of the kernel that is captured; 0: the current one
 
     @property
     def graph(self) -> Graph | None:
         """The graph that the calling thread captures, if any."""
-        return getattr(self._chosen, "graph", None)
+        return getattr(self._here, "graph", None)
 
     @graph.setter
     def graph(self, graph: Graph | None) -> None:
-        self._chosen.graph = graph
+        self._here.graph = graph
 
     # --- streams
 
@@ -160,24 +165,23 @@ class SimulatedDevice(cuda.Device):
             side = self._sides.setdefault(place, self.machine.stream(self.index))
         return side
 
+    def _chosen(self) -> int:
+        """The stream of the calling thread; 0: the default one."""
+        return self.library.symm_cp_hosted_stream(self.index) or 0
+
     def current_stream(self) -> int:
         """The stream of the calling thread; never null."""
-        chosen: int = getattr(self._chosen, "stream", 0)
-        return chosen or self.machine.default_stream(self.index)
+        return self._chosen() or self.machine.default_stream(self.index)
 
     @contextlib.contextmanager
     def stream(self, stream: int | None = None) -> Iterator[int]:
         """Inside, the calling thread's work goes to another stream; None: a new one."""
-        before = getattr(self._chosen, "stream", 0)
-        self._choose(stream or self.machine.stream(self.index))
+        stream = stream or self.machine.stream(self.index)
+        before = self.library.symm_cp_hosted_use(stream)
         try:
-            yield self._chosen.stream
+            yield stream
         finally:
-            self._choose(before)
-
-    def _choose(self, stream: int) -> None:
-        self._chosen.stream = stream
-        self.library.simulated_choose_stream(stream)
+            self.library.symm_cp_hosted_use(before)
 
     def using(self, stream: int) -> AbstractContextManager[object]:
         return self.stream(stream)
@@ -196,12 +200,7 @@ class SimulatedDevice(cuda.Device):
             self.tree = False
 
     def streams(self, user: str) -> tuple[int, ...]:
-        chosen: int = getattr(self._chosen, "stream", 0)
-        return chosen, *(self._side(lane, user) for lane in LANES[1:])
-
-    def lane_stream(self) -> int:
-        """The stream that ops go to while a graph is captured."""
-        return self._lane or self.current_stream()
+        return self._chosen(), *(self._side(lane, user) for lane in LANES[1:])
 
     def launch(self, lane: str, user: str, kernel: Callable[[], object]) -> None:
         self.machine.raise_errors()
@@ -209,11 +208,8 @@ class SimulatedDevice(cuda.Device):
         name = getattr(function, "__qualname__", "a kernel")
         stream = self.current_stream() if lane == "compute" else self._side(lane, user)
         if self.graph is not None:  # its ops are recorded one by one
-            self._lane = stream
-            try:
+            with self.stream(stream):
                 kernel()
-            finally:
-                self._lane = 0
             return
         if not self.capturing():
             self.machine.load(name, anyway=random.random() < 1 / 8)
@@ -271,8 +267,30 @@ class SimulatedDevice(cuda.Device):
             self.library.simulated_drain(self.current_stream())
             self.machine.raise_errors()
 
+    def _send_ops(self, where: int) -> None:
+        """Has ops of this thread go to streams while a plan runs; see `HostedOps`."""
+        calls: list[Ahead | None] = self._here.__dict__.setdefault("calls", [])
+        if where == 0:
+            modes = dispatch._get_current_dispatch_mode_stack()
+            inside = any(isinstance(mode, Ahead) for mode in modes)
+            calls.append(None if inside else Ahead(self, None if self.poisoned else []))
+            if calls[-1] is not None:
+                calls[-1].__enter__()
+            return
+        ahead = calls.pop()
+        if ahead is None:
+            return
+        ahead.__exit__(None, None, None)
+        if ahead.kept:
+            self.machine.call(self.current_stream(), ahead.kept.clear)
+        if where == 1 and not self.mode.deferred:
+            self.library.simulated_drain(self.current_stream())
+        if self.machine.errors:  # as an assertion on a GPU
+            traceback.print_exception(self.machine.errors[0])
+            os.abort()
+
     def copies_ended(self, user: str) -> Any:
-        return _Event(self, self._side("copy", user))
+        return Recorded(self, self._side("copy", user))
 
     # --- what the runtime asks a Device
 

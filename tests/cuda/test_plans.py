@@ -6,6 +6,9 @@ import os
 import sys
 import unittest.mock
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ import symm_cp
 from symm_cp import native, tuning
 from symm_cp.cuda.plans import refusals
 from symm_cp.group import memory
+from symm_cp.ops.matmul import gather
 from symm_cp.ops.op import COMPOSITE, Op, declared
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
@@ -71,7 +75,7 @@ def every_op(group: dist.ProcessGroup) -> dict[str, tuple[int, str]]:
             given.append(op.example(caller(group, sizes=[3] * group.size())))
         results: list[list[torch.Tensor]] = []
         for plan_at in (-1, 0):
-            with simulation(plan_at=plan_at):
+            with simulation(plan_at=plan_at, poison=plan_at == 0):
                 runs()
                 found = []
                 for args, kwargs in given:
@@ -151,7 +155,7 @@ def in_the_background(group: dist.ProcessGroup) -> None:
     rank, W, name = group.rank(), group.size(), group.group_name
     wait, ops = torch.ops._c10d_functional.wait_tensor, torch.ops.symm_mem
     gathered = torch.cat([torch.full((2, 600), float(r)) for r in range(W)])
-    with simulation(plan_at=0, delays_us=1000):
+    with simulation(plan_at=0, delays_us=1000, poison=True):
         for turn in range(4):
             runs()
             x, whole = torch.full((2, 600), float(rank)), gathered * 2
@@ -177,6 +181,32 @@ def in_the_background(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_transfers_in_the_background(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, in_the_background)
+
+
+def used_on_two_streams(group: dist.ProcessGroup) -> None:
+    """Memory that the op allocates and frees itself, while the second compute stream reads it."""
+    gather_rows, W = gather.gather_rows, group.size()
+
+    def doubled(at: Any, call: Any, x: torch.Tensor, weights: Any, *more: Any, **how: Any) -> None:
+        gather_rows(at, call, x, [weight * 2 for weight in weights], *more, **how)
+
+    with (
+        unittest.mock.patch.object(gather, "gather_rows", doubled),
+        simulation(plan_at=0, delays_us=2000, poison=True),
+        tuning.forced("lanes"),
+    ):
+        runs()
+        for turn in range(6):
+            generator = torch.Generator().manual_seed(turn)
+            x, w = torch.randn(8 * W, 6, generator=generator), torch.eye(6)
+            found = symm_cp.all_gather_matmul(x.chunk(W)[group.rank()], w, group=group)
+            assert torch.equal(found, x * 2), turn
+        assert runs() >= 4, refusal()
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_a_plan_frees_no_memory_that_another_stream_reads(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, used_on_two_streams)
 
 
 def layouts(group: dist.ProcessGroup) -> None:
@@ -256,6 +286,19 @@ def test_a_plan_takes_no_more_memory(ranks: Ranks) -> None:
             assert 0 < by_plan <= by_python, found
 
 
+#: The simulator, and how torch calls a `TorchDispatchMode`.
+BY_SIMULATOR = ("simulated.py", "ahead.py", "_compile.py", "simple_registry.py")
+
+
+def by_simulator(frame: FrameType | None) -> bool:
+    """Whether a function runs on behalf of the simulated device."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if Path(frame.f_code.co_filename).name in BY_SIMULATOR:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def changes(group: dist.ProcessGroup) -> None:
     """Plans are dropped when settings, the workspace or tensors read in place change."""
     x, w = torch.randn(2, 6), torch.ones(6, 5)
@@ -268,8 +311,13 @@ def changes(group: dist.ProcessGroup) -> None:
         runs()
         # The first call makes the workspace.
         assert [call() for _ in range(4)] == [0, 0, 1, 1]
-        calls = []
-        sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+        calls: list[FrameType] = []
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and not by_simulator(frame):
+                calls.append(frame)
+
+        sys.setprofile(note)
         symm_cp.all_gather_matmul(x, w, group=group)
         sys.setprofile(None)
         assert runs() == 1

@@ -119,13 +119,12 @@ class PlanRecording final : public Recording {
     const bool launches = std::any_of(plan_.steps.begin(), plan_.steps.end(), [](const Step& step) {
       return std::holds_alternative<LaunchStep>(step);
     });
-    if (plan_.device.is_cpu() && !launches) {
+    if (!launches) {
       plan_.calls = calls_;
-      if (Group::made_by_this_thread() - first_call_ != calls_)
-        refusal_ = "it exchanges data by other calls than ops";
-    } else if (!launches) {
-      refuse("it launched nothing");
+      if (!plan_.device.is_cpu()) refuse("it launched nothing");
     }
+    if (Group::made_by_this_thread() - first_call_ != calls_)
+      refusal_ = "it exchanges data by other calls than ops";
     if (unused_ != 0) refuse("no op takes a free number");
     for (const c10::IValue& result : results) {
       const auto same = [&](const at::Tensor& tensor) {

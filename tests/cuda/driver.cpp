@@ -235,8 +235,7 @@ void simulated_set(int setting, int value) {
   if (setting == 4) all.multiprocessors = value != 0;
   if (setting == 5) all.contexts = value != 0;
   if (setting == 6) all.counts_deadlocks = value != 0;
-  if (setting == 7) all.copy_engines = value;
-  if (setting >= 8) all.faults[setting - 8] = value;
+  if (setting >= 7) all.faults[setting - 7] = value;
 }
 
 // How many waits did not end since the last time, where they are counted.

@@ -3,10 +3,6 @@
 // A stream is a thread with a queue. Commands begin in the order in which they were issued to their
 // stream, and nothing else is promised: streams run at their own pace (with random delays), and the
 // `Settings` take away what only some drivers or launchers promise.
-//
-// Copies between ranks, signals among them, may share copy engines. A copy comes to its engine when
-// its stream comes to the copy. An engine carries one copy after the other, in the order in which
-// they came, and takes a time that is proportional to the bytes.
 #pragma once
 
 #include <atomic>
@@ -42,7 +38,6 @@ struct Settings {
   std::atomic<bool> one_queue{false};         // one FIFO for all streams
   std::atomic<bool> multiprocessors{false};   // a polling kernel leaves no room for others
   std::atomic<bool> contexts{false};          // threads begin without a current context
-  std::atomic<int> copy_engines{0};           // that carry copies between ranks; 0: enough
   std::atomic<int> faults[4]{};               // by Faulty: what goes wrong with it
 };
 Settings& settings();
@@ -66,7 +61,7 @@ struct Command {
   bool writes_signal = false;          // after all before it; what is behind it need not wait
   bool edge = false;                   // an end of a graph's edge, which orders but does no work
   bool at_once = false;                // after the one before it: both are of one call
-  size_t carried = 0;                  // bytes that a copy engine carries between ranks
+  size_t carried = 0;                  // bytes between ranks
   uint64_t ticket = 0;                 // its turn, where all streams share one queue
 };
 
@@ -98,8 +93,6 @@ class SimStream {
  private:
   void execute(Command& command);
   void await(const std::function<bool()>& ready, std::string what, const char* name);
-  void carry(Command& command);
-  const uint64_t number_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Command> queue_;

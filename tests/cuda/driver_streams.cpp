@@ -14,13 +14,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kMostEngines = 8;
-constexpr int kNanosecondsPerByte = 10;
 constexpr size_t kSignalBytes = 4;
-
-struct Engine {
-  std::atomic<uint64_t> places{0}, turn{0};
-};
 
 // Never destroyed: streams run until the process ends.
 struct Machine {
@@ -29,8 +23,6 @@ struct Machine {
   uint64_t tickets = 0;
   std::atomic<uint64_t> turn{0};
   std::atomic<int> polling{0};  // polling kernels that run
-  std::atomic<uint64_t> numbers{0};
-  Engine engines[kMostEngines];
 };
 Machine& machine() {
   static Machine* it = new Machine;
@@ -73,7 +65,7 @@ Settings& settings() {
 bool faulty(Faulty what, Fault how) { return settings().faults[what] == how; }
 
 SimStream::SimStream(int device, bool own_thread)
-    : device(device), number_(machine().numbers++), random_(std::random_device{}()) {
+    : device(device), random_(std::random_device{}()) {
   {
     std::lock_guard<std::mutex> lock(machine().mutex);
     machine().streams.insert(this);
@@ -178,16 +170,6 @@ void SimStream::await(const std::function<bool()>& ready, std::string what, cons
   waiting_for_.clear();
 }
 
-void SimStream::carry(Command& command) {
-  Engine& engine = machine().engines[number_ % settings().copy_engines];
-  const uint64_t place = engine.places++;
-  if (engine.turn < place)
-    await([&] { return engine.turn >= place; }, "a copy engine", command.name);
-  std::this_thread::sleep_for(std::chrono::nanoseconds(command.carried * kNanosecondsPerByte));
-  command.run();
-  ++engine.turn;
-}
-
 void SimStream::execute(Command& command) {
   auto waits = [&](const std::function<bool()>& ready, std::string what) {
     await(ready, std::move(what), command.name);
@@ -209,7 +191,6 @@ void SimStream::execute(Command& command) {
     waits([&] { return polling == 0; }, "a multiprocessor");
   // Whoever is next in the queue may begin while this runs.
   if (one_queue) ++turn;
-  if (command.carried > 0 && settings().copy_engines > 0) return carry(command);
   const bool fills = command.kind == Kind::kPollingKernel;
   polling += fills;
   command.run();

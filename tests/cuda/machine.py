@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 
 #: The order of `simulated_set`.
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
-            "contexts", "counts_deadlocks", "copy_engines",
+            "contexts", "counts_deadlocks",
             "write", "wait", "batch", "peer_copy")  # fmt: skip
 #: Values of the last four settings: how such commands misbehave; "reorder" is for waits only.
 FAULTS = ("", "refuse", "hang", "ignore", "reorder")
@@ -107,14 +106,6 @@ def build_poison() -> str:
     return str(path)
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Returns when a condition holds."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(1e-4)
-
-
 def thread_state() -> Callable[[], AbstractContextManager[None]]:
     """Returns a context for another thread, in which torch's ops run as in the calling one now."""
     # While a mode's handler runs, torch excludes this key; its snapshot is of one thread.
@@ -170,7 +161,6 @@ class Machine:
             "call": [pointer, CALL, number, ctypes.c_char_p],
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
-            "hold": [number], "queues_for_engine": [pointer],
             "ops": [OPS_TO],
         }.items():  # fmt: skip
             with contextlib.suppress(AttributeError):

@@ -95,8 +95,6 @@ class Mode:
     multiprocessors: a polling kernel takes all of them, so other kernels and copies within the
         device wait for it
     contexts: threads have no current context until they set one
-    copy_engines: the number of engines for copies between ranks, signals included; each engine runs
-        one copy at a time; 0: one engine for each copy
     deferred: calls return while their streams still run
     patience_ms: a wait that takes longer aborts the process
     plan_at: which call of a kind (from 0 on) is recorded, so that later calls run without Python;
@@ -111,7 +109,6 @@ class Mode:
     lazy_loading: bool = False
     multiprocessors: bool = False
     contexts: bool = False
-    copy_engines: int = 0
     deferred: bool = False
     patience_ms: int = 30_000
     plan_at: int = 1
@@ -413,7 +410,6 @@ class SimulatedDevice(cuda.Device):
             one_queue=mode.one_queue,
             multiprocessors=mode.multiprocessors,
             contexts=mode.contexts,
-            copy_engines=mode.copy_engines,
         )
         self.library.simulated_set_device(self.index, 1)
         self.machine.lazy_loading = mode.lazy_loading
@@ -499,7 +495,6 @@ def random_mode(choose: random.Random) -> dict[str, Any]:
     """Options of `simulation` that any op must cope with, a few of them at a time."""
     version = choose.choice([12050, 12080, 13000, 13010])
     mode: dict[str, Any] = {"driver_version": version, "delays_us": choose.choice([0, 100, 1000])}
-    mode["copy_engines"] = choose.choice([0, 0, 1, 2])
     mode["plan_at"] = choose.choice([-1, 0, 1])
     switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "poison", "offsets")
     return mode | {switch: True for switch in switches if choose.random() < 0.4}

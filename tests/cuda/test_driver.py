@@ -91,7 +91,7 @@ def driver() -> Iterator[Driver]:
     yield Driver(machine())
     machine().library.simulated_drain_all()
     machine().set(counts_deadlocks=False, driver_version=13010, patience_ms=30_000, one_queue=False,
-                  multiprocessors=False, contexts=False, copy_engines=0, write="", wait="",
+                  multiprocessors=False, contexts=False, write="", wait="",
                   batch="", peer_copy="")  # fmt: skip
     machine().library.simulated_set_device(0, 1)
 
@@ -163,17 +163,6 @@ def test_a_wait_at_the_head_of_one_queue_holds_up_all_streams(
     driver.value(WAIT, first, word)
     driver.value(WRITE, second, word)  # would end the wait
     assert (driver.deadlocks() > 0) is one_queue
-
-
-def test_an_engine_takes_time_for_bytes(driver: Driver, symmetric: Callable[[bool], int]) -> None:
-    machine().set(copy_engines=1)
-    stream, own, peer = driver.stream(), symmetric(True), symmetric(False)
-    time.sleep(0.3)  # as above
-    begin = time.monotonic()
-    for _ in range(100):
-        driver.copy(stream, own, peer, mmap.PAGESIZE)
-    machine().library.simulated_drain(stream)
-    assert time.monotonic() - begin >= 100 * mmap.PAGESIZE * 1e-8
 
 
 @pytest.mark.parametrize("version", [13000, 13010])

@@ -67,7 +67,7 @@ MODES: list[dict[str, Any]] = [
     {"delays_us": 2000, "poison": True},
     {"graph": True},
     {"one_queue": True, "plan_at": -1},
-    {"copy_engines": 1, "driver_version": 12050},
+    {"driver_version": 12050},
     {"lazy_loading": True},
 ]
 

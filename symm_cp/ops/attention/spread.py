@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.cuda import plans
 from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys, must_count_keys
@@ -126,9 +125,6 @@ def _layout_by_counts(
 
 def _numbers_of_all(group: Group, name: str, number: int) -> list[int]:
     """Returns the number of each rank, in rank order. Collective."""
-    if group.world_size > 1 and (plan := plans.current()) is not None:
-        # A rank with a plan would not ask again, and a peer without one would wait for it.
-        plan.refuse("ranks exchange numbers on the host")
     return [each for (each,) in numbers_of_all(group, name, [number])]
 
 

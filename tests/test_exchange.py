@@ -163,7 +163,12 @@ def test_sizes_that_disagree_are_named_on_all_ranks(
             assert any(f", which takes {4 * (size + 1 + r)}" in message for r in range(world_size))
 
 
-def disagree_on_calls(group: dist.ProcessGroup, channel: int) -> None:
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_ranks_that_make_different_calls_disagree(
+    group: dist.ProcessGroup, world_size: int, channel: int
+) -> None:
     rank, x = group.rank(), torch.ones(5)
     kind = ExchangeKind.ALL_REDUCE if rank == 0 else ExchangeKind.ALL_GATHER
     outputs = [torch.empty(5) for _ in range(1 if rank == 0 else group.size())]
@@ -173,21 +178,12 @@ def disagree_on_calls(group: dist.ProcessGroup, channel: int) -> None:
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_ranks_that_make_different_calls_disagree(
-    ranks: Ranks, world_size: int, channel: int
+@pytest.mark.ranks(2)
+def test_more_pieces_than_a_call_can_have_are_refused(
+    group: dist.ProcessGroup, channel: int
 ) -> None:
-    ranks.run(world_size, disagree_on_calls, channel)
-
-
-def too_many_pieces(group: dist.ProcessGroup, channel: int) -> None:
     limit = (1 << 14) * PIECE
     huge = torch.empty(1, dtype=torch.uint8).expand(limit + 1)  # its memory is never touched
     with pytest.raises(RuntimeError, match=f"there must be at most {limit} in one call"):
         exchange(group, ExchangeKind.ALL_REDUCE, [huge], [huge], channel=channel)
     check_good(group, channel)
-
-
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_more_pieces_than_a_call_can_have_are_refused(ranks: Ranks, channel: int) -> None:
-    ranks.run(2, too_many_pieces, channel)

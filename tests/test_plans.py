@@ -86,7 +86,9 @@ def every_op(group: dist.ProcessGroup, seed: int) -> None:
         assert reason in in_python[name], in_python[name]
 
 
-def every_backward_pass(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_every_backward_pass_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """Backward passes that are ops run no Python once these are planned."""
     backward_ops = [op.name for op in declared() if isinstance(op.gradient, BackwardOp)]
     for name, call in calls(group).items():
@@ -98,11 +100,6 @@ def every_backward_pass(group: dist.ProcessGroup) -> None:
             grads = [torch.ones_like(out) for out in outputs]
             seen = python_calls(functools.partial(torch.autograd.backward, outputs, grads))
         assert seen == [], (name, refusals())
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_every_backward_pass_is_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, every_backward_pass)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
@@ -184,7 +181,8 @@ MISUSES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-def misused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_plans_bake_nothing_of_free_arguments(group: dist.ProcessGroup) -> None:
     """Calls whose work would depend on free arguments that the plan does not pass on."""
     for number, (reason, work) in enumerate(MISUSES.items()):
 
@@ -208,11 +206,8 @@ def misused(group: dist.ProcessGroup) -> None:
         assert refusals()[op.full_name] == reason
 
 
-def test_plans_bake_nothing_of_free_arguments(ranks: Ranks) -> None:
-    ranks.run(2, misused)
-
-
-def freed_memory(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_freed_memory_is_refused(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 6), torch.randn(6, 5)
     for _ in range(3):
         expected = symm_cp.all_gather_matmul(x, w, group=group)
@@ -223,11 +218,8 @@ def freed_memory(group: dist.ProcessGroup) -> None:
     assert torch.equal(symm_cp.all_gather_matmul(x, w, group=group), expected)
 
 
-def test_freed_memory_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, freed_memory)
-
-
-def inputs_kept(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_plans_keep_no_tensor_alive(group: dist.ProcessGroup) -> None:
     storages = []
     for _ in range(4):
         x, w = torch.randn(4, 6), torch.randn(6, 5)
@@ -238,11 +230,8 @@ def inputs_kept(group: dist.ProcessGroup) -> None:
     assert [storage() for storage in storages] == [None] * 4
 
 
-def test_plans_keep_no_tensor_alive(ranks: Ranks) -> None:
-    ranks.run(2, inputs_kept)
-
-
-def two_threads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_threads_run_plans_at_once(group: dist.ProcessGroup) -> None:
     """Calls with the same arguments on two groups, in a thread each."""
     groups = [dist.new_group(list(range(group.size()))) for _ in range(2)]
     errors: list[BaseException] = []
@@ -265,7 +254,3 @@ def two_threads(group: dist.ProcessGroup) -> None:
     for own in groups:
         dist.destroy_process_group(own)
     assert not errors, errors
-
-
-def test_threads_run_plans_at_once(ranks: Ranks) -> None:
-    ranks.run(2, two_threads)

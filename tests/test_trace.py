@@ -33,7 +33,11 @@ def told(step: Step) -> tuple[object, ...]:
     return ("copy",)
 
 
-def native_products(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])  # one rank exchanges nothing
+@pytest.mark.ranks
+def test_native_products_have_the_steps_of_their_collectives(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     """A collective before or after a product runs the steps of its proven schedule."""
     W, rank, name = group.size(), group.rank(), group.group_name
     gather, scatter = (
@@ -75,12 +79,9 @@ def native_products(group: dist.ProcessGroup) -> None:
         assert found == expected, number
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])  # one rank exchanges nothing
-def test_native_products_have_the_steps_of_their_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, native_products)
-
-
-def engine(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_the_copy_engine_is_recorded(group: dist.ProcessGroup, world_size: int) -> None:
     x = torch.randn(1 << 18)
     # A call that needs larger memory is left to the engine as a whole.
     symm_cp.low_contention_all_gather(x, group=group).sum()
@@ -98,11 +99,6 @@ def engine(group: dist.ProcessGroup) -> None:
     steps = [told(event.step) for event in sorted(events, key=lambda e: (e.call, e.start))]
     schedule = patterns.BACKGROUND_ALL_GATHER.direct().schedule(group.rank(), group.size())
     assert steps == [told(step) for step in schedule.lanes["copy"]] * 2
-
-
-@WORLD_SIZES
-def test_the_copy_engine_is_recorded(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, engine)
 
 
 def saved(group: dist.ProcessGroup, folder: str) -> None:
@@ -138,7 +134,8 @@ def test_a_file_of_all_ranks(ranks: Ranks, world_size: int, tmp_path: Path) -> N
     ranks.run(world_size, saved, str(tmp_path))
 
 
-def one_at_a_time(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_recordings_do_not_mix(group: dist.ProcessGroup) -> None:
     a, b = torch.ones(2, 3), torch.ones(3, 2)
     with symm_cp.trace() as recording:
         with pytest.raises(RuntimeError, match="recording already"), symm_cp.trace():
@@ -157,7 +154,3 @@ def one_at_a_time(group: dist.ProcessGroup) -> None:
     with symm_cp.trace() as empty:
         pass
     assert empty.timeline.events == ()
-
-
-def test_recordings_do_not_mix(ranks: Ranks) -> None:
-    ranks.run(2, one_at_a_time)

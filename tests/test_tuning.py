@@ -145,7 +145,8 @@ def test_a_damaged_file_of_choices(text: str) -> None:
         tuning.parse_tuned(text, "some file")
 
 
-def forced(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_way_can_be_forced(group: dist.ProcessGroup) -> None:
     patch = unittest.mock.patch.object
     for algorithm in tuning.ALGORITHMS:
         # Ignores symmetric memory that earlier tests may have left in the group.
@@ -173,11 +174,8 @@ def forced(group: dist.ProcessGroup) -> None:
     assert chosen(group)[KEY].source == "by size"
 
 
-def test_a_way_can_be_forced(ranks: Ranks) -> None:
-    ranks.run(2, forced)
-
-
-def disagree(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_choose_differently_get_an_error(group: dist.ProcessGroup) -> None:
     """An all-gather-matmul exchanges the same either way; a matmul-all-reduce does not."""
     x, weight = torch.randn(2, 8), torch.randn(8, 3)
     with tuning.forced(tuning.ALGORITHMS[group.rank() % 2]):
@@ -186,10 +184,6 @@ def disagree(group: dist.ProcessGroup) -> None:
             symm_cp.matmul_all_reduce(x, weight, group=group)
     dist.barrier(group)
     symm_cp.matmul_all_reduce(x, weight, group=group)
-
-
-def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:
-    ranks.run(2, disagree)
 
 
 def attention(group: dist.ProcessGroup, folder: str) -> None:

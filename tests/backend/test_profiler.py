@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -59,7 +60,8 @@ def events(
     return [event for event in profile.events() if event.name == f"symm_cp:{name}"]
 
 
-def observed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_events(group: dist.ProcessGroup) -> None:
     ours, rank = shared(group), group.rank()
     for later in (False, True):
         for name, (call, shapes) in calls(group).items():
@@ -99,10 +101,6 @@ def observed(group: dist.ProcessGroup) -> None:
         else:
             raise AssertionError
     assert len(events(profile, "all_reduce")) == 1
-
-
-def test_events(ranks: Ranks) -> None:
-    ranks.run(3, observed)
 
 
 _DELAY = 0.2  # seconds by which rank 1 comes late
@@ -168,7 +166,8 @@ def test_events_of_the_background(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, covers_the_work, tmp_path)
 
 
-def ends_after_the_profile(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_an_event_that_ends_after_the_profile(group: dist.ProcessGroup) -> None:
     """A call that outlives its profiler harms neither that profile nor the next one."""
     for name, start in in_background(group).items():
         start()()  # ranks find each other
@@ -190,11 +189,8 @@ def ends_after_the_profile(group: dist.ProcessGroup) -> None:
             assert not events(following, name)
 
 
-def test_an_event_that_ends_after_the_profile(ranks: Ranks) -> None:
-    ranks.run(2, ends_after_the_profile)
-
-
-def ops_observed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ops_are_events(group: dist.ProcessGroup) -> None:
     """Events have the ops' names in `torch.ops.symm_mem`, also if public functions call the ops."""
 
     def named(run: Callable[[], object]) -> set[str]:
@@ -216,7 +212,3 @@ def ops_observed(group: dist.ProcessGroup) -> None:
     assert named(lambda: symm_cp.matmul_all_reduce(x, w, group=group)) == {
         "fused_matmul_all_reduce"
     }
-
-
-def test_ops_are_events(ranks: Ranks) -> None:
-    ranks.run(2, ops_observed)

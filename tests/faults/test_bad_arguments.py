@@ -126,7 +126,9 @@ def test_arguments_of_the_wrong_kind(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, refused_by, [0])
 
 
-def on_meshes(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_meshes_of_the_wrong_dimension(group: dist.ProcessGroup, world_size: int) -> None:
     """Meshes of too many or too few dimensions are refused."""
     mesh = init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("a", "b"))
     x, rows, weight = torch.randn(1, 4, 4, 2), torch.randn(1, 2, 3), torch.randn(3, 8)
@@ -159,8 +161,3 @@ def on_meshes(group: dist.ProcessGroup) -> None:
             symm_cp.all_gather_attention(x, x, x, group=on, method=mixed)
         works(group)
     symm_cp.all_gather_attention(x, x, x, group=mesh, method=("ulysses", "allgather"))
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_meshes_of_the_wrong_dimension(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, on_meshes)

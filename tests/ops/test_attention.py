@@ -193,7 +193,10 @@ def test_errors_in_16_bits_do_not_grow_with_the_number_of_ranks(ranks: Ranks) ->
             assert spread <= 1.3 * alone, errors
 
 
-def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_keys_and_values_lie_anywhere(group: dist.ProcessGroup, world_size: int) -> None:
+    """Keys and values travel from where they lie, in one exchange."""
     query, behind, before = (torch.randn(1, 2, 5, 8) for _ in range(3))
     both = torch.stack((before, behind))
     call = partial(OP, query, group_name=group.group_name, is_causal=True)
@@ -202,9 +205,3 @@ def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:
         assert all(map(torch.equal, call(both[of_key], both[of_value]), apart))
         rows = both.transpose(2, 3).contiguous().transpose(2, 3)  # keys are not contiguous
         assert all(map(torch.equal, call(rows[of_key], both[of_value]), apart))
-
-
-@WORLD_SIZES
-def test_keys_and_values_lie_anywhere(ranks: Ranks, world_size: int) -> None:
-    """Keys and values travel from where they lie, in one exchange."""
-    ranks.run(world_size, keys_and_values_in_one_tensor)

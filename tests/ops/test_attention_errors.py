@@ -118,7 +118,8 @@ CASES += [
 ]
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bad_arguments_are_refused_on_every_rank(group: dist.ProcessGroup) -> None:
     good = [torch.randn(Q) for _ in range(3)]
     expected, _ = OP(*good, group.group_name)
     for query, key, value, options, error, message in CASES:
@@ -130,10 +131,6 @@ def refuses(group: dist.ProcessGroup) -> None:
         OP(*good, "nobody")
     with pytest.raises(ValueError, match="'ring' must be one of"):
         set_rotate_method("ring")
-
-
-def test_bad_arguments_are_refused_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
 
 
 def disagrees(group: dist.ProcessGroup, options: list[dict[str, Any]], length: int) -> None:
@@ -167,7 +164,8 @@ def test_ranks_that_disagree_all_raise(ranks: Ranks, options: list[dict[str, Any
     ranks.run(3, disagrees, options, 8)
 
 
-def peer_fails(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_failing_kernel_is_an_error_on_all_ranks(group: dist.ProcessGroup) -> None:
     """A kernel that fails on one rank is an error on all."""
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
     out, _ = OP(q, q, q, group.group_name)
@@ -191,11 +189,8 @@ def peer_fails(group: dist.ProcessGroup) -> None:
     assert q.grad is not None
 
 
-def test_a_failing_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(3, peer_fails)
-
-
-def native_kernel_fails(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_failing_native_kernel_is_an_error_on_all_ranks(group: dist.ProcessGroup) -> None:
     """One rank fails between the exchanges of keys and of gradients, which peers have begun."""
     q = torch.randn(1, 2, 8, 8)
     out, lse = OP(q, q, q, group.group_name)
@@ -208,7 +203,3 @@ def native_kernel_fails(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
     grads = backward(q, q, q, q, out, lse, group.group_name, grad_logsumexp=lse)
     assert all(grad.isfinite().all() for grad in grads[:3])
-
-
-def test_a_failing_native_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(3, native_kernel_fails)

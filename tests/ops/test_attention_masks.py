@@ -129,7 +129,9 @@ def test_dtypes_in_longer_sequences(ranks: Ranks, world_size: int, dtype: torch.
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_invalid_masks_are_refused(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     q = torch.randn(2, HEADS, 6, 16)
     ids = torch.zeros(2, 6 * W, dtype=torch.int64)
@@ -170,11 +172,6 @@ def refused(group: dist.ProcessGroup) -> None:
             OP(q, q, q, name, **prefix(rank + 1))
     out, _ = OP(q, q, q, name, key_mask=seen, document_ids=torn.sort(1).values)
     assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_invalid_masks_are_refused(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
 
 
 def test_an_empty_batch_has_masks_too(ranks: Ranks) -> None:

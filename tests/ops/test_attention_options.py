@@ -234,7 +234,8 @@ def test_the_same_weights_are_dropped_in_part_of_the_heads(ranks: Ranks) -> None
     ranks.run(2, heads_apart, random.randrange(1 << 62))
 
 
-def differing_seeds(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_with_different_seeds_are_told_to_seed_alike(group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
     seed = torch.tensor([(1 << 62) + group.rank()])
     with pytest.raises(RuntimeError, match=r"dropout_seed=-?\d+: must be equal") as caught:
@@ -250,14 +251,11 @@ def differing_seeds(group: dist.ProcessGroup) -> None:
     assert unused.isfinite().all()
 
 
-def test_ranks_with_different_seeds_are_told_to_seed_alike(ranks: Ranks) -> None:
-    ranks.run(2, differing_seeds)
-
-
 # --- rows without keys, gradients, modes -----------------------------------------------------
 
 
-def only_sinks(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_rows_that_see_only_a_sink(group: dist.ProcessGroup) -> None:
     q, k, v = (torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(3))
     sinks = torch.tensor([0.5, -torch.inf], requires_grad=True)
     hidden = torch.zeros(1, 6 * group.size(), dtype=torch.bool)
@@ -267,7 +265,3 @@ def only_sinks(group: dist.ProcessGroup) -> None:
     grads = torch.autograd.grad(out.sum() + lse[:, 0].sum(), (q, k, v, sinks))
     assert not any(grad.any() for grad in grads[:3])
     assert torch.equal(grads[3], torch.tensor([12.0, 0.0]))
-
-
-def test_rows_that_see_only_a_sink(ranks: Ranks) -> None:
-    ranks.run(2, only_sinks)

@@ -118,7 +118,10 @@ def test_results(
     ranks.run(world_size, products, kind, dim, uneven, dtype, random.randrange(1 << 30))
 
 
-def in_every_mode(group: dist.ProcessGroup, kind: str) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_modes(group: dist.ProcessGroup, world_size: int, kind: str) -> None:
     x, weight = drawn(kind, 4 * group.size()), drawn(kind, 8)
     options: Any = {"group": group, "out_dtype": torch.float32}
 
@@ -141,13 +144,9 @@ def in_every_mode(group: dist.ProcessGroup, kind: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_modes(ranks: Ranks, world_size: int, kind: str) -> None:
-    ranks.run(world_size, in_every_mode, kind)
-
-
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
     """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     x, weight, narrow = drawn("MXFP8", 2 * W), drawn("MXFP8", 8), drawn("NVFP4", 2 * W)
@@ -197,12 +196,8 @@ def refused(group: dist.ProcessGroup) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def they_differ(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(group: dist.ProcessGroup) -> None:
     """One rank has a scale per row, the other a scale per block, with one block in each row."""
     x, weight = float8(4, 32), float8(8, 32)
     of_x, of_weight = torch.ones(4, 1), torch.ones(1, 8)
@@ -211,7 +206,3 @@ def they_differ(group: dist.ProcessGroup) -> None:
     for algorithm in (None, "shards"):
         with tuning.forced(algorithm), pytest.raises(RuntimeError, match="ranks disagree"):
             symm_cp.scaled_all_gather_matmul(x, weight.t(), of_x, of_weight, group=group)
-
-
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    ranks.run(2, they_differ)

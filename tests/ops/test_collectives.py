@@ -59,7 +59,15 @@ def strided(like: torch.Tensor) -> torch.Tensor:
     return torch.stack([like, like], -1)[..., 0]
 
 
-def all_reduces(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        *((2, dtype) for dtype in DTYPES[:3]), (1, DTYPES[0]), (3, DTYPES[0]), (4, DTYPES[2]),
+        of=[(world_size, dtype) for world_size in (1, 2, 3, 4) for dtype in DTYPES],
+    ),
+)  # fmt: skip
+@pytest.mark.ranks
+def test_all_reduces(group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     name, rank = group.group_name, group.rank()
     reduce_ops = ("sum", "avg") if dtype.is_floating_point or dtype.is_complex else ("sum",)
     places: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -87,18 +95,9 @@ def all_reduces(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
                 assert torch.equal(x, expected), (length, reduce_op)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    some(
-        *((2, dtype) for dtype in DTYPES[:3]), (1, DTYPES[0]), (3, DTYPES[0]), (4, DTYPES[2]),
-        of=[(world_size, dtype) for world_size in (1, 2, 3, 4) for dtype in DTYPES],
-    ),
-)  # fmt: skip
-def test_all_reduces(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, all_reduces, dtype)
-
-
-def writes_over_its_input(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_a_result_in_the_memory_of_the_input(group: dist.ProcessGroup, world_size: int) -> None:
     """Writes results into the memory of inputs, exactly or in part."""
     name, rank, W = group.group_name, group.rank(), group.size()
     for place in (torch.clone, lambda x: symmetric(x, group)):
@@ -116,11 +115,8 @@ def writes_over_its_input(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_a_result_in_the_memory_of_the_input(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, writes_over_its_input)
-
-
-def scatters(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_reduce_scatter(group: dist.ProcessGroup, world_size: int) -> None:
     name, rank, W = group.group_name, group.rank(), group.size()
     for rows, columns in ((1, 3), (0, 2), (300, 700)):
         given = [t.view(rows * W, columns * W) for t in numbers(group, rows * columns * W * W,
@@ -135,11 +131,10 @@ def scatters(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_reduce_scatter(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scatters)
-
-
-def overwrites(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_inputs_of_background_collectives_may_be_overwritten(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     """A plain input may be overwritten at once, even while transfers are in flight."""
     name, rank, W = group.group_name, group.rank(), group.size()
     for length in (10, 60_000, 150_001, *([700_003] if W == 2 else [])):
@@ -166,11 +161,8 @@ def overwrites(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_inputs_of_background_collectives_may_be_overwritten(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, overwrites)
-
-
-def gathers_kv(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_large_keys_and_values(group: dist.ProcessGroup, world_size: int) -> None:
     """Rows are right wherever pieces cut them."""
     W, rank = group.size(), group.rank()
     for length, uneven in ((1000, None), (3, None), (500, [500, *(rank for rank in range(1, W))])):
@@ -185,12 +177,9 @@ def gathers_kv(group: dist.ProcessGroup) -> None:
             assert whole.is_contiguous()
 
 
-@WORLD_SIZES
-def test_large_keys_and_values(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gathers_kv)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.ranks
+def test_refusals(group: dist.ProcessGroup, world_size: int) -> None:
     """One rank refuses a call and its peers are told; then all ranks make a good call."""
     name, ones = group.group_name, torch.ones
     x, out = ones(4), ones(4)
@@ -239,11 +228,6 @@ def refuses(group: dist.ProcessGroup) -> None:
     for message, call in unheard:
         with pytest.raises(RuntimeError, match=message):
             call()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_refusals(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refuses)
 
 
 def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:

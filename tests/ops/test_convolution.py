@@ -86,7 +86,8 @@ def test_dtypes(ranks: Ranks, dtype: torch.dtype, packed: str) -> None:
     ranks.run(2, runs, "equal", packed, dtype)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     x, weight, number = torch.randn(2, 3, 8), torch.randn(3, 4), 3
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (TypeError, "weight is 3, must be a tensor", (x, number), {}),
@@ -106,7 +107,3 @@ def refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match=r"differ between .* in cu_seqlens"):
         symm_cp.causal_convolution(x, weight, group=group, cu_seqlens=edges)
     symm_cp.causal_convolution(x, weight, group=group)
-
-
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

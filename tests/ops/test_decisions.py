@@ -37,7 +37,10 @@ def shards(lengths: list[int], heads: int, seed: int) -> list[torch.Tensor]:
     return list(whole.split(lengths, 2))
 
 
-def attend(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_queries_of_another_sequence(group: dist.ProcessGroup, world_size: int) -> None:
+    """Ranks exchange how many queries each holds, unless something else determines it."""
     rank, size = group.rank(), group.size()
     for number, (of_queries, of_keys) in enumerate(LENGTHS[size]):
         queries, keys, values = (
@@ -56,13 +59,8 @@ def attend(group: dist.ProcessGroup) -> None:
             out.sum().backward()
 
 
-@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
-def test_queries_of_another_sequence(ranks: Ranks, world_size: int) -> None:
-    """Ranks exchange how many queries each holds, unless something else determines it."""
-    ranks.run(world_size, attend)
-
-
-def attend_over_mesh(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_queries_of_another_sequence_over_a_mesh(group: dist.ProcessGroup) -> None:
     """The ranks of a column exchange how many queries they hold, then the ranks of a row do."""
     rank, size = group.rank(), group.size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "keys"))
@@ -91,11 +89,9 @@ def attend_over_mesh(group: dist.ProcessGroup) -> None:
                 )
 
 
-def test_queries_of_another_sequence_over_a_mesh(ranks: Ranks) -> None:
-    ranks.run(4, attend_over_mesh)
-
-
-def attend_in_context(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_cross_attention_in_a_context(group: dist.ProcessGroup, world_size: int) -> None:
     """Cross-attention with queries that are spread unequally, of which no mask tells keys apart."""
     rank, size = group.rank(), group.size()
     of_queries = [5, *(3,) * (size - 1)]
@@ -110,11 +106,6 @@ def attend_in_context(group: dist.ProcessGroup) -> None:
         with symm_cp.context_parallel(group, load_balancer=balancer):
             out = F.scaled_dot_product_attention(queries[rank], keys[rank], values[rank])
         torch.testing.assert_close(out, expected, msg=f"{of_keys}")
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_cross_attention_in_a_context(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, attend_in_context)
 
 
 # --- every op's decisions, for all ranks of a world in one process ------------------------------
@@ -392,7 +383,8 @@ def test_further_ops_wherever_tensors_lie(ranks: Ranks, world_size: int) -> None
     ranks.run(world_size, further_ops, torch.initial_seed() % 100_000, 15)
 
 
-def gather_cut_out(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_parts_that_are_contiguous_on_one_rank(group: dist.ProcessGroup) -> None:
     """A background gather of columns of symmetric memory, which are contiguous in a single row."""
     W, rank, columns = group.size(), group.rank(), 20_000
     block = symm_mem.empty(3 * (columns + 5), dtype=torch.float32, device="cpu")
@@ -403,10 +395,6 @@ def gather_cut_out(group: dist.ProcessGroup) -> None:
     found = symm_cp.low_contention_all_gather(part, group=group, sizes=sizes)
     of_rows = torch.arange(W).repeat_interleave(torch.tensor(sizes))
     assert torch.equal(found, of_rows[:, None].expand(-1, columns).float())
-
-
-def test_parts_that_are_contiguous_on_one_rank(ranks: Ranks) -> None:
-    ranks.run(2, gather_cut_out)
 
 
 @exhaustive

@@ -163,17 +163,14 @@ def runs(group: dist.ProcessGroup, name: str) -> None:
     assert not op.overload._schema.returns or [x for x in tree_leaves(real) if x is not None]
 
 
-def all_run(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_examples_run(group: dist.ProcessGroup, world_size: int) -> None:
     for op in declared():
         try:
             runs(group, op.name)
         except Exception as error:
             raise AssertionError(f"{op.name}: {type(error).__name__}: {error}") from error
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_examples_run(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_run)
 
 
 # Ops on peers' memory: a process alone has no peers.
@@ -200,7 +197,8 @@ def test_all_ops_run_in_a_fake_group(ranks: Ranks) -> None:
     assert not [text for text in result.values() if "INTERNAL ASSERT" in text]
 
 
-def refused_by_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refusals_reach_the_peers(group: dist.ProcessGroup) -> None:
     """One rank refuses an argument; its error, which names an op, reaches its peers, too."""
     for op in declared():
         if op.name == "get_remote_tensors" or op.one_sided:  # no call of peers
@@ -225,10 +223,6 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
         # Native kernels of a family share one name in errors.
         assert any(each.name in text for each in declared()), text
         assert "bytes of storage" in text, text
-
-
-def test_refusals_reach_the_peers(ranks: Ranks) -> None:
-    ranks.run(2, refused_by_one)
 
 
 def test_autocast_rules_are_those_of_autocast() -> None:
@@ -264,7 +258,12 @@ def with_gaps(x: Any) -> Any:
     return gaps[..., ::2]
 
 
-def any_strides(group: dist.ProcessGroup) -> None:
+DENSE = ("get_remote_tensors", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.ranks
+def test_inputs_of_any_strides(group: dist.ProcessGroup, world_size: int) -> None:
     """Results do not depend on how inputs are laid out; sums have at most 24 terms."""
     for op in declared():
         # Ops that write to an argument require it to be dense; `symm_buffer` is dense as well.
@@ -285,11 +284,3 @@ def any_strides(group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close(
                     got.double(), want.double(), rtol=tolerance, atol=tolerance, msg=op.name
                 )
-
-
-DENSE = ("get_remote_tensors", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_inputs_of_any_strides(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, any_strides)

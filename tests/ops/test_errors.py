@@ -28,7 +28,8 @@ def works(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(symm_cp.all_gather_matmul(x, w, group=group), torch.cat(full) @ w)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bad_arguments(group: dist.ProcessGroup) -> None:
     name = group.group_name
     ones = torch.ones
     f8 = ones(4, 16).to(FLOAT8)
@@ -113,11 +114,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     assert workspace.epoch > before
 
 
-def test_bad_arguments(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def says_what_was_called(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_errors_name_what_was_called(group: dist.ProcessGroup, world_size: int) -> None:
     rank, W, ones = group.rank(), group.size(), torch.ones
     f8, one = ones(16, 16).to(FLOAT8), ones(())
     cases = [
@@ -179,12 +178,9 @@ def says_what_was_called(group: dist.ProcessGroup) -> None:
     works(group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_errors_name_what_was_called(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, says_what_was_called)
-
-
-def disagrees(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_ranks_that_disagree(group: dist.ProcessGroup, world_size: int) -> None:
     rank = group.rank()
     calls = [
         lambda: symm_cp.all_gather_matmul(torch.ones(2 + rank, 4), torch.ones(4, 2), group=group),
@@ -209,11 +205,6 @@ def disagrees(group: dist.ProcessGroup) -> None:
     room = memory.resolve(group).workspace("async").slot_bytes
     larger = symm_cp.low_contention_all_gather(torch.ones(room), group=group)
     assert larger.sum() == room * group.size()
-
-
-@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
-def test_ranks_that_disagree(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, disagrees)
 
 
 def one_fails(group: dist.ProcessGroup, victim: int) -> None:

@@ -57,7 +57,10 @@ def test_many_random_routings(ranks: Ranks, world_size: int, family: str) -> Non
     ranks.run(world_size, FAMILIES[family][0], range(seed, seed + 150), FLOATS)
 
 
-def compiled(group: dist.ProcessGroup, family: str) -> None:
+@BOTH
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_compiled(group: dist.ProcessGroup, world_size: int, family: str) -> None:
     """Compiles to one graph, which also works for other numbers of rows."""
     W, rank = group.size(), group.rank()
 
@@ -81,12 +84,6 @@ def compiled(group: dist.ProcessGroup, family: str) -> None:
                 grads = torch.autograd.grad(out, inputs, case.outputs[rank], allow_unused=True)
                 results.append([out, *(grad for grad in grads if grad is not None)])
             torch.testing.assert_close(*results)
-
-
-@BOTH
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_compiled(ranks: Ranks, world_size: int, family: str) -> None:
-    ranks.run(world_size, compiled, family)
 
 
 def _one_takes_all(chosen: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import moe
-from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
 
@@ -143,7 +142,9 @@ def drawn() -> int:
     return int(torch.randint(1 << 20, (1,)))
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
     """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     case = Case(W, [4] * W, 2 * W, 2, features=(3,))
@@ -178,12 +179,8 @@ def refused(group: dist.ProcessGroup) -> None:
             assert torch.equal(call(), good)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def other_routing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_tables_of_others(group: dist.ProcessGroup) -> None:
     """Tables that belong to no routing of this rank are refused, whatever is in them."""
     W = group.size()
     rows, routing = moe.dispatch(torch.ones(2, 3), torch.zeros(2, 1).long(), W, group=group)
@@ -200,7 +197,3 @@ def other_routing(group: dist.ProcessGroup) -> None:
     assert torch.equal(moe.combine(rows, None, routing), torch.ones(2, 3))
     with pytest.raises(TypeError, match="routing is Tensor, must be from dispatch"):
         moe.combine(rows, None, routing.table)  # type: ignore[arg-type]
-
-
-def test_tables_of_others(ranks: Ranks) -> None:
-    ranks.run(2, other_routing)

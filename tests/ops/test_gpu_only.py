@@ -104,7 +104,9 @@ def there_and_back(
     assert seen[1].tolist() == [0, *seen[0].cumsum(0)[:-1].tolist()]
 
 
-def all_to_alls(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_all_to_alls_with_sizes_in_tensors(group: dist.ProcessGroup, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         flat(group, dtype)
         for experts in (1, 3):
@@ -112,12 +114,9 @@ def all_to_alls(group: dist.ProcessGroup) -> None:
                 there_and_back(group, dtype, experts, align)
 
 
-@WORLD_SIZES
-def test_all_to_alls_with_sizes_in_tensors(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_to_alls)
-
-
-def all_to_all_refusals(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_all_to_alls_that_do_not_fit(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     rows = symm_mem.empty(2 * W, 3, device="cpu").fill_(rank)
     out = symm_mem.empty(2 * W, 3, device="cpu")
@@ -171,11 +170,6 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="input is empty, and this rank has freed"):
         OPS.all_to_all_vdev(*args, found, name)
     OPS.all_to_all_vdev(rows, out, splits, found, name)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_to_alls_that_do_not_fit(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_to_all_refusals)
 
 
 # --- sums and copies -------------------------------------------------------------------------
@@ -276,18 +270,17 @@ def copies(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     assert torch.equal(out, torch.cat([x[7 * rank : 7 * rank + 7] for x in given]))
 
 
-def sums_and_copies(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_sums_and_copies(group: dist.ProcessGroup, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for check in (sums, tiles, blocks, copies):
             check(group, dtype)
 
 
-@WORLD_SIZES
-def test_sums_and_copies(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sums_and_copies)
-
-
-def refusals(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_arguments_that_gpus_refuse(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     plain, x = torch.ones(6, 6), symmetric(torch.ones(6, 6))
     wrong: list[tuple[Callable[[], Any], str]] = [
@@ -327,12 +320,8 @@ def refusals(group: dist.ProcessGroup) -> None:
             op(symmetric(plain).requires_grad_(), "sum", name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_arguments_that_gpus_refuse(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refusals)
-
-
-def strange_tensors(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_tensors_without_dense_memory(group: dist.ProcessGroup) -> None:
     """Tensors without dense memory, on one rank: refused at once, and the next call works."""
     W, rank, name = group.size(), group.rank(), group.group_name
     x = symmetric(torch.ones(6, 6))
@@ -365,14 +354,13 @@ def strange_tensors(group: dist.ProcessGroup) -> None:
             x.fill_(1)
 
 
-def test_tensors_without_dense_memory(ranks: Ranks) -> None:
-    ranks.run(2, strange_tensors)
-
-
 # --- compiled --------------------------------------------------------------------------------
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.exhaustive
+@pytest.mark.ranks
+def test_in_compiled_programs(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     given = numbers(group, 4, 6, dtype=torch.float32)
     x = symmetric(given[rank])
@@ -413,12 +401,6 @@ def compiled(group: dist.ProcessGroup) -> None:
 
     found = to_root(x, torch.zeros(4, 6))
     assert torch.equal(found, 1 + (total(given) if rank == W - 1 else torch.zeros(4, 6)))
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.exhaustive
-def test_in_compiled_programs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled)
 
 
 # --- one rank's operations -------------------------------------------------------------------
@@ -483,7 +465,9 @@ def counted(group: dist.ProcessGroup) -> None:
         OPS.nccl_put_signal(torch.ones(7), boxed, after)
 
 
-def one_sided(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_puts_gets_and_signals(group: dist.ProcessGroup, world_size: int) -> None:
     puts_and_gets(group)
     signals(group)
     counted(group)
@@ -495,11 +479,6 @@ def one_sided(group: dist.ProcessGroup) -> None:
     symm_mem.rendezvous(x, group)
     with pytest.raises(RuntimeError, match=f"peer={group.size()} is not a rank"):
         OPS.nccl_put(x, group.size())
-
-
-@WORLD_SIZES
-def test_puts_gets_and_signals(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_sided)
 
 
 def waits_for_the_dead(group: dist.ProcessGroup) -> None:

@@ -192,7 +192,9 @@ def test_many_rows(ranks: Ranks, sizes: list[int], dtype: torch.dtype) -> None:
     ranks.run(len(sizes), as_the_unfused_ops, sizes, drawn(), dtype)
 
 
-def beyond_the_slots(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(of=[2]))
+@pytest.mark.ranks
+def test_more_rows_than_slots_take(group: dist.ProcessGroup, world_size: int) -> None:
     """Rows that do not fit into a slot go through it in pieces."""
     W, rank = group.size(), group.rank()
     tokens = torch.randn(1100, 1 << 15)  # 256 MiB of rows for the first rank
@@ -209,12 +211,9 @@ def beyond_the_slots(group: dist.ProcessGroup) -> None:
     assert torch.equal(moe.combine(rows, None, routing), tokens)
 
 
-@pytest.mark.parametrize("world_size", some(of=[2]))
-def test_more_rows_than_slots_take(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, beyond_the_slots)
-
-
-def planned(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """One plan serves all numbers of tokens and of an expert's rows."""
     W, library = group.size(), native.load()
     native.drop_plans()
@@ -227,12 +226,9 @@ def planned(group: dist.ProcessGroup) -> None:
         assert library.symm_cp_plans_run() == 4 * (number > 1), number
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, planned)
-
-
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
     """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, 2 * W, 2)
@@ -285,12 +281,8 @@ def refused(group: dist.ProcessGroup) -> None:
         ops.fused_grouped_matmul_combine([rows] * 2, [down, down[:, :, 1:]], None, *rest)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def differing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree(group: dist.ProcessGroup) -> None:
     """Ranks whose weights have different columns are told that they disagree."""
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, W, 1)
@@ -299,7 +291,3 @@ def differing(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="ranks disagree"):
         moe.matmul_combine(rows, down[:, :, rank:], None, routing)
     assert moe.matmul_combine(rows, down, None, routing).shape == tokens.shape
-
-
-def test_ranks_that_disagree(ranks: Ranks) -> None:
-    ranks.run(2, differing)

@@ -80,7 +80,8 @@ def test_every_dtype(ranks: Ranks, sizes: list[int]) -> None:
     ranks.run(len(sizes), exchanges, sizes, dtypes)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     x = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="exchange_halo: dim=3 is out of range for a 3-D tensor"):
         symm_cp.exchange_halo(x, 1, dim=3, group=group)
@@ -92,7 +93,3 @@ def refuses(group: dist.ProcessGroup) -> None:
         with pytest.raises(RuntimeError, match="ranks disagree"):
             symm_cp.exchange_halo(x, 1 + group.rank(), group=group)
     symm_cp.exchange_halo(x, 1, group=group)
-
-
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.testing import Ranks
 from tests import device, reference
 from tests.exhaustive import some
 from tests.ops.test_random import laid_out
@@ -46,7 +45,9 @@ def same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         assert torch.equal(tensor.cpu(), other)
 
 
-def forwards(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_forward(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     cases = itertools.product(LEADING, ("sum", "avg"), (False, True))
     dtypes, algorithms = itertools.cycle(FLOATING), itertools.cycle(ALGORITHMS)
@@ -70,11 +71,8 @@ def forwards(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_forward(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, forwards)
-
-
-def sums(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_sums_of_products(group: dist.ProcessGroup, world_size: int) -> None:
     """Sums of products and an addend; and of addends alone."""
     W, rank, name = group.size(), group.rank(), group.group_name
     for algorithm, op, dtype in itertools.product(ALGORITHMS, ("sum", "avg"), FLOATING[1:3]):
@@ -99,12 +97,9 @@ def sums(group: dist.ProcessGroup) -> None:
             same_bits(total, group)
 
 
-@WORLD_SIZES
-def test_sums_of_products(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sums)
-
-
-def large(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_large(group: dist.ProcessGroup, world_size: int) -> None:
     """Results that more than two ranks sum in two shots; parts that end within a row; one row."""
     W, rank = group.size(), group.rank()
     shapes = (1030, 3, 301), (7, 64, 9_001), (6, 5, 10_000), (1, 64, 1024)
@@ -122,12 +117,8 @@ def large(group: dist.ProcessGroup) -> None:
         same_bits(out, group)
 
 
-@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
-def test_large(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, large)
-
-
-def integers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_integers(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     for dtype in (torch.int32, torch.int64, torch.int8):
         As = [torch.randint(-3, 3, (5, 4), dtype=dtype) for _ in range(W)]
@@ -138,11 +129,9 @@ def integers(group: dist.ProcessGroup) -> None:
             assert torch.equal(out, sum(a @ b for a, b in zip(As, Bs, strict=True)) + Bs[0][0])
 
 
-def test_integers(ranks: Ranks) -> None:
-    ranks.run(3, integers)
-
-
-def scaled(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_scaled(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     cases = itertools.product(((2, 5), (1,), (0,)), ("sum", "avg"), (False, True), (False, True))
     for lead, op, by_rows, has_bias in cases:
@@ -167,12 +156,9 @@ def scaled(group: dist.ProcessGroup) -> None:
             same_bits(out, group)
 
 
-@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
-def test_scaled(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scaled)
-
-
-def gradients(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_gradients(group: dist.ProcessGroup, world_size: int) -> None:
     """Each rank's loss is its own, and its output depends on every rank's input."""
     W, rank, sizes = group.size(), group.rank(), inner_sizes(group.size())
     for algorithm, op, lead in itertools.product(ALGORITHMS, ("sum", "avg"), ((7,), (2, 3), (0,))):
@@ -197,12 +183,8 @@ def gradients(group: dist.ProcessGroup) -> None:
                     assert got.grad is None
 
 
-@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
-def test_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gradients)
-
-
-def refusals(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refusals(group: dist.ProcessGroup) -> None:
     name = group.group_name
     A, B, bias = torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)
 
@@ -245,11 +227,9 @@ def refusals(group: dist.ProcessGroup) -> None:
         )
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks.run(2, refusals)
-
-
-def one_refuses(group: dist.ProcessGroup) -> None:
+@device.devices("cpu")
+@pytest.mark.ranks(2)
+def test_an_error_of_one_rank(group: dist.ProcessGroup) -> None:
     """A mistake of one rank is reported to its peers."""
     name, rank = group.group_name, group.rank()
     A, B = torch.randn(4, 3), torch.randn(3 + (rank == 1), 5)
@@ -259,8 +239,3 @@ def one_refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match=r"fused_matmul_all_reduce"):
         OPS.fused_matmul_all_reduce(A, columns, None, "sum", name)
     assert OPS.fused_matmul_all_reduce(A, B[:3], None, "sum", name).shape == (4, 5)
-
-
-@device.devices("cpu")
-def test_an_error_of_one_rank(ranks: Ranks) -> None:
-    ranks.run(2, one_refuses)

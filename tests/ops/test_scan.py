@@ -106,18 +106,16 @@ def test_every_dtype(ranks: Ranks) -> None:
     ranks.run(3, scans, kinds)
 
 
-def same_bits(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_runs_have_the_same_bits(group: dist.ProcessGroup) -> None:
     states, factors = given(group.size(), [5, 64, 150], [5, 64, 64], torch.float32)
     own, factor = (mine(t, group.rank(), torch.float32) for t in (states, factors))
     results = [symm_cp.scan_states(own, transition=factor, group=group) for _ in range(3)]
     assert all(torch.equal(results[0], other) for other in results)
 
 
-def test_runs_have_the_same_bits(ranks: Ranks) -> None:
-    ranks.run(3, same_bits)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     state, matrix = torch.zeros(2, 3, 4), torch.zeros(2, 3, 3)
     with pytest.raises(ValueError, match=r"exactly one of decay and transition .* neither"):
         symm_cp.scan_states(state, group=group)
@@ -137,11 +135,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     symm_cp.scan_states(state, transition=matrix, group=group)
 
 
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def fails_in_the_middle(group: dist.ProcessGroup) -> None:
+@device.devices("cpu")
+@pytest.mark.ranks(4)
+def test_calls_after_a_failure(group: dist.ProcessGroup) -> None:
     """A rank of a chain fails; later ranks that do not hear from it directly are told, too."""
     from symm_cp.group.memory import resolve
     from symm_cp.runtime.relay import relay
@@ -161,8 +157,3 @@ def fails_in_the_middle(group: dist.ProcessGroup) -> None:
         state = torch.ones(2)
         found = symm_cp.scan_states(state, decay=state, group=group)
         assert torch.equal(found, state * group.rank())
-
-
-@device.devices("cpu")
-def test_calls_after_a_failure(ranks: Ranks) -> None:
-    ranks.run(4, fails_in_the_middle)

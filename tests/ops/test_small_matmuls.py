@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
 OPS = torch.ops.symm_mem
@@ -20,7 +19,8 @@ def lengths(group: dist.ProcessGroup, uneven: bool) -> list[int]:
     return [(2, 0, 3, 1)[r] if uneven else 3 for r in range(group.size())]
 
 
-def other_columns(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_what_differs_by_rank_decides_nothing(group: dist.ProcessGroup) -> None:
     """Weight columns and inner dimensions that differ between ranks do not affect decisions."""
     rank, size = group.rank(), group.size()
     x = torch.ones(2, 8)
@@ -34,11 +34,9 @@ def other_columns(group: dist.ProcessGroup) -> None:
     assert torch.equal(z, torch.full((2, 3), 4096.0 + size - 1))
 
 
-def test_what_differs_by_rank_decides_nothing(ranks: Ranks) -> None:
-    ranks.run(3, other_columns)
-
-
-def one_refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_a_rank_that_refuses(group: dist.ProcessGroup, world_size: int) -> None:
     x, w = torch.ones(2, 4), torch.ones(4, 3)
     wrong = torch.ones(5, 3) if group.rank() == 1 else w
     for call in (
@@ -51,12 +49,9 @@ def one_refuses(group: dist.ProcessGroup) -> None:
         assert torch.equal(symm_cp.all_gather_matmul(x, w, group=group), expected)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_a_rank_that_refuses(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_refuses)
-
-
-def views(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_views_and_modes(group: dist.ProcessGroup, world_size: int) -> None:
     """Results depend neither on where operands lie nor on their strides, and may be modified."""
     size = group.size()
     base, w = torch.randn(9, 7), torch.randn(5, 4, requires_grad=True)
@@ -70,8 +65,3 @@ def views(group: dist.ProcessGroup) -> None:
     z.mul_(2).sum().backward()
     with torch.inference_mode():
         assert symm_cp.all_gather_matmul(strided, w, group=group).is_inference()
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_views_and_modes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, views)

@@ -137,7 +137,8 @@ def test_equals_dense_attention(
     compare(case, problems, ranks.run(world_size, trained, case, problems))
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused(group: dist.ProcessGroup) -> None:
     q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)
 
     def attend(**change: Any) -> torch.Tensor:
@@ -174,16 +175,9 @@ def refused(group: dist.ProcessGroup) -> None:
         grad.sum().backward()
 
 
-def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refused)
-
-
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_equals_gathered_results(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gathers)
-
-
-def gathers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_equals_gathered_results(group: dist.ProcessGroup, world_size: int) -> None:
     """The heads of the result that all ranks get without `scatter_heads`."""
     torch.manual_seed(0)
     q = torch.randn(2, 8, 3, 16)

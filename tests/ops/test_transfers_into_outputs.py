@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.device import devices
 from tests.exhaustive import some
 from tests.ops.calls import OPS, waited
@@ -30,7 +29,16 @@ def place(length: int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> t
     return tensor
 
 
-def transfers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+@devices("cpu", "simulated")
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        (2, torch.float32), (3, torch.bfloat16),
+        of=[(W, t) for W in (1, 2, 3, 4) for t in (torch.float32, torch.bfloat16, torch.int16)],
+    ),
+)  # fmt: skip
+@pytest.mark.ranks
+def test_values(group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for length in LENGTHS:
         for of in (None, group):
@@ -51,19 +59,9 @@ def transfers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
             dist.barrier(group)  # before memory that peers read is freed
 
 
-@devices("cpu", "simulated")
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    some(
-        (2, torch.float32), (3, torch.bfloat16),
-        of=[(W, t) for W in (1, 2, 3, 4) for t in (torch.float32, torch.bfloat16, torch.int16)],
-    ),
-)  # fmt: skip
-def test_values(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, transfers, dtype)
-
-
-def compiled(group: dist.ProcessGroup, backend: str) -> None:
+@pytest.mark.parametrize("backend", some("aot_eager", of=("aot_eager", "inductor")))
+@pytest.mark.ranks(2)
+def test_compiled(group: dist.ProcessGroup, backend: str) -> None:
     W, name = group.size(), group.group_name
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
@@ -83,12 +81,8 @@ def compiled(group: dist.ProcessGroup, backend: str) -> None:
         torch.library.opcheck(op.default, args, test_utils=tests)
 
 
-@pytest.mark.parametrize("backend", some("aot_eager", of=("aot_eager", "inductor")))
-def test_compiled(ranks: Ranks, backend: str) -> None:
-    ranks.run(2, compiled, backend)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_errors(group: dist.ProcessGroup) -> None:
     """One rank refuses a call and its peers are told; then all ranks make a good call."""
     W, rank, name = group.size(), group.rank(), group.group_name
     x, out, leaf = torch.ones(4), torch.ones(4 * W), torch.ones(4, requires_grad=True)
@@ -123,7 +117,3 @@ def refuses(group: dist.ProcessGroup) -> None:
     ):
         with pytest.raises(NotImplementedError, match=f"{op}: has no gradient"):
             call()
-
-
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

@@ -106,7 +106,9 @@ def test_matmul_reduce_scatter(ranks: Ranks, world_size: int, dtype: torch.dtype
     ranks.run(world_size, scatters, dtype)
 
 
-def many_columns(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_columns_that_do_not_divide(group: dist.ProcessGroup, world_size: int) -> None:
     """32,001 columns: gathered, and scattered again."""
     W, rank = group.size(), group.rank()
     split = Split.nearly_equal(32_001, W, 1)
@@ -121,11 +123,6 @@ def many_columns(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(back, split.of(rank, W * (x[:, :2] @ up.t())))
 
 
-@WORLD_SIZES
-def test_columns_that_do_not_divide(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, many_columns)
-
-
 def float8(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).clamp(-4, 4).to(FLOAT8)
 
@@ -137,7 +134,9 @@ def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return memory[: like.numel()].view(like.shape).copy_(like)
 
 
-def collectives(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_low_contention_collectives(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.complex64):
         wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -167,11 +166,8 @@ def collectives(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_low_contention_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, collectives)
-
-
-def fakes(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_fakes(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for dim in (-3, -2, -1):
         split = Split(tuple(range(1, W + 1)), dim % 3)
@@ -204,12 +200,17 @@ def fakes(group: dist.ProcessGroup) -> None:
     )
 
 
-@WORLD_SIZES
-def test_fakes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, fakes)
+def scaled_errors(group: dist.ProcessGroup, shard: torch.Tensor, weight: torch.Tensor) -> None:
+    """A scale of shape (1, 1) is per row on a rank with one row, and per tensor on the other."""
+    scale = torch.ones(1, 1)
+    with pytest.raises((ValueError, RuntimeError), match="needs one number of no dimensions"):
+        symm_cp.scaled_all_gather_matmul(
+            shard, weight, scale, scale, group=group, sizes=[2, 1], out_dtype=torch.float32
+        )
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_sizes_that_do_not_fit(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     x, w = torch.randn(2 - rank, 4), torch.randn(4, 4)
     whole, f8 = torch.randn(3, 4), float8(2 - rank, 16)
@@ -261,16 +262,3 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=sizes).sum()
     scaled_errors(group, f8, w8)
     gather([2, 1])
-
-
-def scaled_errors(group: dist.ProcessGroup, shard: torch.Tensor, weight: torch.Tensor) -> None:
-    """A scale of shape (1, 1) is per row on a rank with one row, and per tensor on the other."""
-    scale = torch.ones(1, 1)
-    with pytest.raises((ValueError, RuntimeError), match="needs one number of no dimensions"):
-        symm_cp.scaled_all_gather_matmul(
-            shard, weight, scale, scale, group=group, sizes=[2, 1], out_dtype=torch.float32
-        )
-
-
-def test_refuses_sizes_that_do_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

@@ -223,7 +223,8 @@ def test_generates_merges_and_saves(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(3, generates_and_merges, str(tmp_path))
 
 
-def model_around_and_inside(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_plan_is_of_the_wrapped_model(group: dist.ProcessGroup) -> None:
     dense = with_lora(model_of("llama"))
     tokens = tokens_of(dense)
     with torch.no_grad():
@@ -245,11 +246,8 @@ def model_around_and_inside(group: dist.ProcessGroup) -> None:
         model(tokens + group.rank())
 
 
-def test_plan_is_of_the_wrapped_model(ranks: Ranks) -> None:
-    ranks.run(2, model_around_and_inside)
-
-
-def refuses_before(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_unsupported_adapters_are_refused(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
 
     def refused(config: Any, match: str, **options: Any) -> None:
@@ -285,11 +283,8 @@ def refuses_before(group: dist.ProcessGroup) -> None:
         refused(lora(), message, plan=partly, sequence_parallel=sequence_parallel)
 
 
-def test_unsupported_adapters_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_before)
-
-
-def refuses_after(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_adapters_come_first(group: dist.ProcessGroup) -> None:
     model = apply(model_of("llama"), mesh_of(group))
     with pytest.raises(NotImplementedError, match=r"split over ranks .* add adapters first"):
         with_lora(model)
@@ -303,11 +298,8 @@ def refuses_after(group: dist.ProcessGroup) -> None:
         model.eval()(input_ids=tokens, adapter_names=["default", "__base__"])
 
 
-def test_adapters_come_first(ranks: Ranks) -> None:
-    ranks.run(2, refuses_after)
-
-
-def refuses_plan_without_effect(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_own_plan_without_effect_is_refused(group: dist.ProcessGroup) -> None:
     class Wrapper(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -315,7 +307,3 @@ def refuses_plan_without_effect(group: dist.ProcessGroup) -> None:
 
     with pytest.raises(ValueError, match="Wrapper's own plan names none of its modules"):
         apply(Wrapper(model_of("llama")), mesh_of(group))
-
-
-def test_own_plan_without_effect_is_refused(ranks: Ranks) -> None:
-    ranks.run(1, refuses_plan_without_effect)

@@ -84,7 +84,9 @@ def test_loads_what_transformers_saved(
     ranks.run(world_size, loads_from_transformers, family, str(tmp_path))
 
 
-def initialises(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(1, 2, of=(1, 2, 3)))
+@pytest.mark.ranks
+def test_initialises(group: dist.ProcessGroup, world_size: int) -> None:
     """`init_weights` gives one rank the values of one process; several ranks refuse it."""
     model = apply(on_meta("llama"), mesh_of(group)).to_empty(device="cpu")
     assert model.model.embed_tokens.padding_idx == 0  # as in one process, on all ranks
@@ -97,11 +99,6 @@ def initialises(group: dist.ProcessGroup) -> None:
         torch.manual_seed(7)
         each.init_weights()
     same_logits(model, dense)
-
-
-@pytest.mark.parametrize("world_size", some(1, 2, of=(1, 2, 3)))
-def test_initialises(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, initialises)
 
 
 def loads_into_a_real_model(group: dist.ProcessGroup, folder: str) -> None:
@@ -178,7 +175,8 @@ def test_save_pretrained(ranks: Ranks, family: str, world_size: int, tmp_path: P
     ranks.run(world_size, save_pretrained_saves_all, family, str(tmp_path))
 
 
-def left_alone(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_pickle_and_new_sizes_are_refused(group: dist.ProcessGroup) -> None:
     """Calls that would need the whole model raise and name alternatives; copies work."""
     model: Any = apply(models.model_of("llama"), mesh_of(group))
     with pytest.raises(TypeError, match=r"torch\.save\(model\).*tensor_parallel\.save\(model, fol"):
@@ -187,10 +185,6 @@ def left_alone(group: dist.ProcessGroup) -> None:
         model.resize_token_embeddings(90)
     assert model.resize_token_embeddings() is model.get_input_embeddings()
     same_logits(copy.deepcopy(model), copy.copy(model))
-
-
-def test_pickle_and_new_sizes_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, left_alone)
 
 
 def saves_on_one_rank(group: dist.ProcessGroup, folder: str) -> None:

@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 import symm_cp.fsdp
 from symm_cp.schedule import Copy
 from symm_cp.tensors.results import result_memory
-from symm_cp.testing import Ranks, say
 from tests.backend.world import world
 from tests.device import chosen, devices
 from tests.exhaustive import exhaustive, pairs, some
@@ -416,8 +415,12 @@ def test_compiled(group: dist.ProcessGroup, *, whole_model: bool) -> None:
 # --- state ---
 
 
-def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
+@exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_state_dicts(group: dist.ProcessGroup, tmp_path: Path, world_size: int) -> None:
     """A checkpoint written with `use` is an ordinary one of FSDP2, and loads without `use`."""
+    folder = str(tmp_path)
     mesh, inputs = DeviceMesh.from_group(group, "cpu"), batches(group.size())
     model, other = shard(network(), mesh), shard(network(), mesh)
     symm_cp.fsdp.use(model)
@@ -431,12 +434,6 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
     assert list(state["model"]) == list(loaded["model"]) == names
     for name in names:
         assert torch.equal(whole(other.state_dict()[name]), whole(model.state_dict()[name]))
-
-
-@exhaustive
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_state_dicts(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, saved_and_loaded, str(tmp_path))
 
 
 def resident_bytes() -> int:
@@ -529,48 +526,6 @@ def test_a_rank_that_takes_another_buffer_is_noticed(group: dist.ProcessGroup) -
     again = shard(network(torch.float64), mesh)
     symm_cp.fsdp.use(again)
     one_backward(again, x)
-
-
-def until_one_dies(group: dist.ProcessGroup, calls: int) -> str:
-    """Rank 1 dies in a step, before a collective."""
-    mesh, x = DeviceMesh.from_group(group, "cpu"), batches(group.size())[0][group.rank()]
-    model = shard(network(torch.float64), mesh)
-    symm_cp.fsdp.use(model)
-    one_backward(model, x.double())
-    made = 0
-
-    def counting(ours: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal made
-            made += 1
-            if made == calls:
-                os._exit(1)
-            return ours(*args, **kwargs)
-
-        return call
-
-    if group.rank() == 1:
-        for kind in (symm_cp.fsdp._Gather, symm_cp.fsdp._Scatter):
-            kind.__call__ = counting(kind.__call__)  # type: ignore[method-assign]
-    say("started")
-    began = time.monotonic()
-    try:
-        for _ in range(3):
-            one_backward(model, x.double())
-    except RuntimeError as error:
-        assert time.monotonic() - began < 20
-        return str(error)
-    return ""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("calls", some(6, of=(1, 2, 4, 6, 9, 12)))
-def test_a_rank_that_dies_is_named(ranks: Ranks, calls: int) -> None:
-    with ranks.own(3, until_one_dies, calls) as running:
-        running.hear_all()
-        outcomes = running.outcomes()
-    for rank in (0, 2):
-        assert "rank 1" in outcomes[rank].result, outcomes[rank]
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from symm_cp.ops.call import Call
 from symm_cp.ops.common import group_of
 from symm_cp.ops.op import BackwardOp, NoGradient, Op, declared
 from symm_cp.ops.registration import register_one
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.calls import caller, calls, completed, leaves, python_calls
 
@@ -62,8 +61,27 @@ def example(op: Op, group: dist.ProcessGroup, seed: int) -> Callable[[], Any]:
     return call
 
 
-def every_op(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_every_backward_pass_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
+    """Backward passes that are ops run no Python once these are planned."""
+    backward_ops = [op.name for op in declared() if isinstance(op.gradient, BackwardOp)]
+    for name, call in calls(group).items():
+        if name not in backward_ops:
+            continue
+        given = leaves(call.inputs)
+        for _ in range(5):
+            outputs = call.run(*given)
+            grads = [torch.ones_like(out) for out in outputs]
+            seen = python_calls(functools.partial(torch.autograd.backward, outputs, grads))
+        assert seen == [], (name, refusals())
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_every_op_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """The first call is Python's, the second one is recorded, the third one is the plan's."""
+    seed = random.randrange(1 << 30)
     in_python: dict[str, str] = {}
     for op in declared():
         if op.cpu_only or op.native or op.one_sided:
@@ -86,29 +104,11 @@ def every_op(group: dist.ProcessGroup, seed: int) -> None:
         assert reason in in_python[name], in_python[name]
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
 @pytest.mark.ranks
-def test_every_backward_pass_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
-    """Backward passes that are ops run no Python once these are planned."""
-    backward_ops = [op.name for op in declared() if isinstance(op.gradient, BackwardOp)]
-    for name, call in calls(group).items():
-        if name not in backward_ops:
-            continue
-        given = leaves(call.inputs)
-        for _ in range(5):
-            outputs = call.run(*given)
-            grads = [torch.ones_like(out) for out in outputs]
-            seen = python_calls(functools.partial(torch.autograd.backward, outputs, grads))
-        assert seen == [], (name, refusals())
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_every_op_is_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, every_op, random.randrange(1 << 30))
-
-
-def mixed(group: dist.ProcessGroup, seed: int) -> None:
+def test_ranks_may_differ_in_what_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """Whether a rank's call is unplanned, recorded or planned is nothing to its peers."""
+    seed = random.randrange(1 << 30)
     own = random.Random(f"{seed} {group.rank()}")
     together = random.Random(seed)
     library = native.load()
@@ -129,13 +129,10 @@ def mixed(group: dist.ProcessGroup, seed: int) -> None:
         assert_same(result, expected.setdefault(op.name, result), f"{number}: {op.name} {how}")
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_ranks_may_differ_in_what_is_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, mixed, random.randrange(1 << 30))
-
-
-def other_arguments(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.ranks(2)
+def test_what_changes_between_calls_is_seen(group: dist.ProcessGroup) -> None:
     """Everything that may differ between two calls changes, one thing after the other."""
+    seed = random.randrange(1 << 30)
     generator = random.Random(f"{seed} {group.rank()}")
     torch.manual_seed(seed)
     base, wide = torch.randn(8, 16), torch.randn(16, 20)
@@ -167,10 +164,6 @@ def other_arguments(group: dist.ProcessGroup, seed: int) -> None:
         if turn % 2:
             gathered, _ = symm_cp.all_gather_matmul(x, w, group=group, return_gathered=True)
             assert torch.equal(gathered, torch.cat([base] * group.size()))
-
-
-def test_what_changes_between_calls_is_seen(ranks: Ranks) -> None:
-    ranks.run(2, other_arguments, random.randrange(1 << 30))
 
 
 MISUSES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {

@@ -254,7 +254,10 @@ def test_persistent_allocation(ranks: Ranks) -> None:
     ranks.run(3, persistent, 42)
 
 
-def signal_ring(group: dist.ProcessGroup, rounds: int) -> None:
+@pytest.mark.parametrize("world_size", WORLD_4S)
+@pytest.mark.ranks
+def test_signals_publish_writes(group: dist.ProcessGroup, world_size: int) -> None:
+    rounds = 300
     rank, world_size = group.rank(), group.size()
     tensor, handle = make(group, 1, dtype=torch.int64)
     right = handle.get_buffer((rank + 1) % world_size, (1,), torch.int64)
@@ -268,11 +271,9 @@ def signal_ring(group: dist.ProcessGroup, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
-def test_signals_publish_writes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, signal_ring, 300)
-
-
-def count_barriers(group: dist.ProcessGroup, rounds: int) -> None:
+@pytest.mark.ranks
+def test_barrier_orders_writes(group: dist.ProcessGroup, world_size: int) -> None:
+    rounds = 500
     world_size = group.size()
     tensor, handle = make(group, 2, dtype=torch.int64)
     peers = [handle.get_buffer(peer, (2,), torch.int64) for peer in range(world_size)]
@@ -281,11 +282,6 @@ def count_barriers(group: dist.ProcessGroup, rounds: int) -> None:
         tensor[count % 2] = count
         handle.barrier()
         assert [int(peer[count % 2]) for peer in peers] == [count] * world_size
-
-
-@pytest.mark.parametrize("world_size", WORLD_4S)
-def test_barrier_orders_writes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, count_barriers, 500)
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
@@ -364,8 +360,10 @@ def test_group_info(group: dist.ProcessGroup) -> None:
     handle.barrier()
 
 
-def concurrent_groups(group: dist.ProcessGroup, repeats: int) -> None:
+@pytest.mark.ranks(2)
+def test_threads_on_two_groups(group: dist.ProcessGroup) -> None:
     """Two threads use two groups; the ranks start their threads in opposite order."""
+    repeats = 20
     limit = datetime.timedelta(seconds=20)
     groups = [dist.new_group([0, 1], timeout=limit) for _ in range(2)]
     errors: list[BaseException] = []
@@ -391,10 +389,6 @@ def concurrent_groups(group: dist.ProcessGroup, repeats: int) -> None:
         raise errors[0]
     for own in groups:
         dist.destroy_process_group(own)
-
-
-def test_threads_on_two_groups(ranks: Ranks) -> None:
-    ranks.run(2, concurrent_groups, 20)
 
 
 @pytest.mark.ranks(2)

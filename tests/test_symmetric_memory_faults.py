@@ -104,7 +104,10 @@ def footprint() -> tuple[int, int]:
     return maps, len(os.listdir("/proc/self/fd"))
 
 
-def come_and_go(group: dist.ProcessGroup, cycles: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
+@pytest.mark.ranks
+def test_memory_goes_with_its_handles(group: dist.ProcessGroup, world_size: int) -> None:
+    cycles = 200
     make(group)
     gc.collect()
     dist.barrier(group)
@@ -116,11 +119,6 @@ def come_and_go(group: dist.ProcessGroup, cycles: int) -> None:
         else:
             del handle, tensor
     assert footprint() == before
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
-def test_memory_goes_with_its_handles(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, come_and_go, 200)
 
 
 def shared_descriptors() -> int:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
 from symm_cp import env, native
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
+from tests.ops.calls import symmetric
 from tests.test_run import symm_cp_in
 
 OPS = torch.ops.symm_mem
@@ -52,12 +52,6 @@ def numbers(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(length, dtype=dtype, generator=generator)
     return torch.randint(0, 100, (length,), generator=generator).to(dtype)
-
-
-def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    block = symm_mem.empty(like.shape, dtype=like.dtype, device="cpu")
-    symm_mem.rendezvous(block, group)
-    return block.copy_(like)
 
 
 def ops(group: dist.ProcessGroup, x: torch.Tensor, in_place: torch.Tensor) -> Tensors:
@@ -291,7 +285,7 @@ def test_threads_share_work_of_128_kib_and_more(group: dist.ProcessGroup) -> Non
 
 @exhaustive
 def test_suites_of_collectives_with_two_threads_a_rank() -> None:
-    suites = ("backend/test_collectives", "test_exchange", "test_reduce", "ops/test_in_flight")
+    suites = ("backend/test_collectives", "test_reduce", "ops/test_in_flight")
     suites += (
         "ops/test_collectives",
         "ops/test_matmul_all_reduce_cpu",

@@ -16,7 +16,6 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.schedule import patterns
 from symm_cp.schedule.steps import Compute, Schedule, Signal, Step, Wait
-from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -101,7 +100,10 @@ def test_the_copy_engine_is_recorded(group: dist.ProcessGroup, world_size: int) 
     assert steps == [told(step) for step in schedule.lanes["copy"]] * 2
 
 
-def saved(group: dist.ProcessGroup, folder: str) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_a_file_of_all_ranks(group: dist.ProcessGroup, tmp_path: Path, world_size: int) -> None:
+    folder = str(tmp_path)
     with symm_cp.trace() as recording, tuning.forced("shards"):
         symm_cp.all_gather_matmul(torch.ones(6, 4), torch.ones(4, 5), group=group)
     path = os.path.join(folder, "trace.json")
@@ -127,11 +129,6 @@ def saved(group: dist.ProcessGroup, folder: str) -> None:
     for event in timeline.events:
         if isinstance(event.step, Wait):
             assert sent[event.call, event.step.source, event.rank] <= event.end
-
-
-@WORLD_SIZES
-def test_a_file_of_all_ranks(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, saved, str(tmp_path))
 
 
 @pytest.mark.ranks(2)

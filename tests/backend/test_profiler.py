@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.backend.common import all_gather_single, reduce_scatter_single, shared
 from tests.ops.calls import calls as ops_with_gradients
 from tests.ops.calls import leaves
@@ -138,7 +137,8 @@ def in_background(group: dist.ProcessGroup) -> dict[str, Callable[[], Callable[[
     }
 
 
-def covers_the_work(group: dist.ProcessGroup, folder: Path) -> None:
+@pytest.mark.ranks(2)
+def test_events_of_the_background(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """The event lasts until the transfer has been waited for, also as Perfetto reads it."""
     for name, start in in_background(group).items():
         start()()  # ranks find each other
@@ -155,15 +155,11 @@ def covers_the_work(group: dist.ProcessGroup, folder: Path) -> None:
         assert event.is_async, name
         if group.rank() == 0:
             assert event.time_range.elapsed_us() >= _DELAY * 1e6, (name, event.time_range)
-            trace = folder / f"{name}.json"
+            trace = tmp_path / f"{name}.json"
             profile.export_chrome_trace(str(trace))
             shown = json.loads(trace.read_text())["traceEvents"]
             (duration,) = [each["dur"] for each in shown if each["name"] == f"symm_cp:{name}"]
             assert duration >= _DELAY * 1e6, name
-
-
-def test_events_of_the_background(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, covers_the_work, tmp_path)
 
 
 @pytest.mark.ranks(2)

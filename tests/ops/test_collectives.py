@@ -20,7 +20,8 @@ from symm_cp.group import memory
 from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import alone, caller, completed
+from tests.ops.calls import alone, caller, completed, reduced, symmetric
+from tests.ops.refusals import check_refusals
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -34,25 +35,6 @@ def numbers(group: dist.ProcessGroup, length: int, dtype: torch.dtype) -> list[t
     if dtype.is_floating_point or dtype.is_complex:
         return [torch.randn(length, dtype=dtype) for _ in range(group.size())]
     return [torch.randint(-100, 100, (length,)).to(dtype) for _ in range(group.size())]
-
-
-def reduced(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """The sum in rank order, computed in float32 for 16-bit types."""
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    if reduce_op == "avg" and dtype.is_complex:  # torch divides by a complex number
-        return torch.view_as_complex(torch.view_as_real(total) / len(parts))
-    return (total / len(parts) if reduce_op == "avg" else total).to(dtype)
-
-
-def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A copy in symmetric memory, at a different offset on each rank."""
-    block = symm_mem.empty(like.numel() + group.size(), dtype=like.dtype, device="cpu")
-    symm_mem.rendezvous(block, group)
-    return block.narrow(0, group.rank(), like.numel()).view(like.shape).copy_(like)
 
 
 def strided(like: torch.Tensor) -> torch.Tensor:
@@ -180,7 +162,6 @@ def test_large_keys_and_values(group: dist.ProcessGroup, world_size: int) -> Non
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.ranks
 def test_refusals(group: dist.ProcessGroup, world_size: int) -> None:
-    """One rank refuses a call and its peers are told; then all ranks make a good call."""
     name, ones = group.group_name, torch.ones
     x, out = ones(4), ones(4)
     half, gaps = ones(4).half(), ones(4, 2)[:, 0]
@@ -215,23 +196,21 @@ def test_refusals(group: dist.ProcessGroup, world_size: int) -> None:
         (r"two_shot_all_reduce_out: has no gradient",
          lambda: OPS.two_shot_all_reduce_out(leaf, "sum", name, out)),
     ]  # fmt: skip
-    victim = group.size() - 1
-    OPS.one_shot_all_reduce(x, "sum", name)
-    for message, call in cases:
-        if group.rank() == victim:
-            with pytest.raises(RuntimeError, match=message):
-                call()
-        else:
-            with pytest.raises(RuntimeError, match=rf"RuntimeError on rank {victim}: \w+: "):
-                OPS.one_shot_all_reduce(x, "sum", name)
-        assert torch.equal(OPS.one_shot_all_reduce(x, "sum", name), x * group.size())
+    check_refusals(
+        group,
+        lambda: OPS.one_shot_all_reduce(x, "sum", name),
+        [(RuntimeError, *case) for case in cases],
+    )
     for message, call in unheard:
         with pytest.raises(RuntimeError, match=message):
             call()
 
 
-def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_the_test_mode_of_torch(group: dist.ProcessGroup, world_size: int) -> None:
     """torch's test mode runs ops over the process group, with the same results."""
+    seed = random.randrange(1 << 30)
     channels = [memory.resolve(group).workspace(channel) for channel in ("sync", "async")]
     for op in declared():
         # Native kernels of experts and of ops on peers' memory know no test mode.
@@ -256,11 +235,6 @@ def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:
             near = {"rtol": 1e-5, "atol": 1e-4} if one.dtype == torch.float32 else {}
             near = {"rtol": 2.0**-6, "atol": 0.1} if one.dtype == torch.bfloat16 else near
             torch.testing.assert_close(one, other, msg=lambda text, op=op: op.name + text, **near)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_test_mode, random.randrange(1 << 30))
 
 
 def in_test_mode_without_peers(group: dist.ProcessGroup) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.group.memory import group_name
 from symm_cp.ops import equal_inputs
@@ -19,13 +18,7 @@ from symm_cp.ops.direct import decoding_linear
 from symm_cp.tensor_parallel import replicated
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-
-
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
+from tests.ops.calls import CountedOps
 
 
 class Subclass(torch.Tensor):
@@ -69,7 +62,7 @@ def test_linears_that_are_left_to_python() -> None:
             assert linear(parameters, other, 24, None) is None
         assert linear(parameters, x, 23, None) is None
         assert linear({}, x, 24, None) is None  # as of a parametrized weight
-        for mode in (torch.autocast("cpu"), Mode(), torch.device("cpu")):
+        for mode in (torch.autocast("cpu"), CountedOps(), torch.device("cpu")):
             with mode:
                 assert linear(parameters, x, 24, None) is None
         assert linear(parameters, x, 24, None) is not None

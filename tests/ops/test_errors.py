@@ -12,7 +12,7 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
-from symm_cp.testing import Ranks, Setup
+from symm_cp.testing import Setup
 from tests.exhaustive import some
 
 OPS = torch.ops.symm_mem
@@ -207,7 +207,10 @@ def test_ranks_that_disagree(group: dist.ProcessGroup, world_size: int) -> None:
     assert larger.sum() == room * group.size()
 
 
-def one_fails(group: dist.ProcessGroup, victim: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_a_kernel_that_fails_on_one_rank(group: dist.ProcessGroup, world_size: int) -> None:
+    victim = world_size - 1
     x, w = torch.ones(4, 4), torch.ones(4, 4)
     works(group)
     original = torch.mm
@@ -228,8 +231,3 @@ def one_fails(group: dist.ProcessGroup, victim: int) -> None:
         torch.mm = original
     assert time.monotonic() - start < Setup().timeout.total_seconds() / 2  # they were told
     works(group)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_kernel_that_fails_on_one_rank(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_fails, world_size - 1)

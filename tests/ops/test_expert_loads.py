@@ -111,7 +111,12 @@ LOADS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
 }
 
 
-def under_load(group: dist.ProcessGroup, load: str, seed: int) -> None:
+@everywhere
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.ranks
+def test_loads(group: dist.ProcessGroup, world_size: int, load: str) -> None:
+    seed = drawn()
     W = group.size()
     change, capacity = LOADS[load]
     for _, make, agrees in FAMILIES.values():
@@ -121,13 +126,6 @@ def under_load(group: dist.ProcessGroup, load: str, seed: int) -> None:
             chosen[0, 0] = 2 * W - 1
         case.experts = [change(chosen).to(chosen) for chosen in case.experts]
         agrees(group, case, capacity)
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("load", LOADS)
-def test_loads(ranks: Ranks, world_size: int, load: str) -> None:
-    ranks.run(world_size, under_load, load, drawn())
 
 
 def part_of_layer(

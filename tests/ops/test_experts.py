@@ -12,6 +12,7 @@ import torch.distributed as dist
 from symm_cp import moe
 from tests import device
 from tests.exhaustive import some
+from tests.ops.refusals import Wrong, check_refusals
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float16: 2**-24, torch.bfloat16: 2**-24}  # sums are in float32, and rounded once
@@ -145,7 +146,6 @@ def drawn() -> int:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
 @pytest.mark.ranks
 def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
-    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     case = Case(W, [4] * W, 2 * W, 2, features=(3,))
     tokens, experts, weights = case.tokens[rank], case.experts[rank], case.weights[rank]
@@ -156,7 +156,7 @@ def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
         rows, routing = moe.dispatch(**given, group=group)
         return moe.combine(back.get("rows", rows), back.get("weights", weights), routing)
 
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    wrong: list[Wrong] = [
         (ValueError, "experts .* must be .tokens, experts of each.", {"experts": experts[:3]}),
         (TypeError, "experts is torch.float64, must be torch.int64", {"experts": experts.double()}),
         (ValueError, f"expert {2 * W} .*must be from 0 to", {"experts": experts * 0 + 2 * W}),
@@ -168,15 +168,7 @@ def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
         (ValueError, "rows .* must have", {"rows": tokens.new_ones(99, 3)}),
         (TypeError, "rows is torch.int64", {"rows": torch.ones(8, 3, dtype=torch.int64)}),
     ]
-    good = call()
-    for error, text, changed in wrong:
-        with pytest.raises(error, match=text):
-            call(**changed)
-        assert torch.equal(call(), good)
-        if W > 1:
-            with pytest.raises((error, RuntimeError), match=text if rank == 1 else "rank 1"):
-                call(**changed if rank == 1 else {})
-            assert torch.equal(call(), good)
+    check_refusals(group, call, wrong)
 
 
 @pytest.mark.ranks(2)

@@ -8,14 +8,16 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.ops.common import attention_runs
-from symm_cp.testing import Ranks
 from tests import device
 from tests.reference import reduce_scatter
 
 pytestmark = device.devices(*device.NAMES)
 
 
-def gathers(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.ranks
+def test_gathers_and_scatters_gradients(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     W, rank = group.size(), group.rank()
     generator = torch.Generator(device.name()).manual_seed(seed)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -40,11 +42,6 @@ def gathers(group: dist.ProcessGroup, seed: int) -> None:
             found = torch.autograd.grad(gathered, (key, value), [g[rank] for g in grads])
             for got, given in zip(found, grads, strict=True):
                 reduce_scatter(given, dim)[rank].check(got)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gathers_and_scatters_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gathers, int(torch.randint(1 << 30, ())))
 
 
 @pytest.mark.ranks(2)

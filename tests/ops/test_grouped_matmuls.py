@@ -18,6 +18,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
 from tests.ops import test_experts
+from tests.ops.refusals import Wrong, check_refusals
 from tests.ops.test_experts import Case, drawn, routed
 
 HIDDEN, WIDTH = 6, 5
@@ -229,7 +230,6 @@ def test_planned(group: dist.ProcessGroup, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
 @pytest.mark.ranks
 def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
-    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, 2 * W, 2)
     tokens, gate, up, down, weights = (x.detach() for x in case.of_rank(rank, W))
@@ -246,7 +246,7 @@ def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
         return moe.matmul_combine(hidden, given["down"], given["factors"], routing)
 
     integers = torch.ones(4, HIDDEN, dtype=torch.int64)
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    wrong: list[Wrong] = [
         (TypeError, "tokens is torch.int64", {"tokens": integers}),
         (ValueError, "tokens .* must have 2 dimensions", {"tokens": tokens[:, :, None]}),
         (ValueError, "weights is empty", {"weights": []}),
@@ -260,15 +260,7 @@ def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
         (ValueError, "rows .* must have", {"rows": tokens.new_ones(99, WIDTH)}),
         (TypeError, r"rows\[0\] is torch.int64", {"rows": torch.ones(8, WIDTH).long()}),
     ]
-    good = call()
-    for error, text, changed in wrong:
-        with pytest.raises(error, match=text):
-            call(**changed)
-        assert torch.equal(call(), good)
-        if W > 1:
-            with pytest.raises((error, RuntimeError), match=text if rank == 1 else "rank 1"):
-                call(**changed if rank == 1 else {})
-            assert torch.equal(call(), good)
+    check_refusals(group, call, wrong)
     with pytest.raises(TypeError, match="routing is Tensor"):
         moe.matmul_combine(tokens, down, None, kept.table)  # type: ignore[arg-type]
     ops = torch.ops.symm_mem

@@ -12,7 +12,6 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
-from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -115,13 +114,11 @@ def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
     return sums
 
 
-def mixes_repeat(group: dist.ProcessGroup, seed: int) -> None:
-    assert mix(group, 150, seed) == mix(group, 150, seed)  # to the last bit
-
-
 @WORLD_SIZES
-def test_mixes_are_deterministic(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, mixes_repeat, random.randrange(1000))
+@pytest.mark.ranks
+def test_mixes_are_deterministic(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = random.randrange(1000)
+    assert mix(group, 150, seed) == mix(group, 150, seed)  # to the last bit
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -12,24 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.ops.attention import tiles as attention_tiles
-from tests.ops.calls import OPS, Call, Tensors, calls, leaves, trained
+from tests.ops.calls import OPS, Call, CountedFunctions, CountedOps, Tensors, calls, leaves, trained
 from tests.ops.functions import functions
-
-
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Passed(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -44,8 +32,8 @@ def deterministic() -> Iterator[None]:
 MODES = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "dispatch": Seen,
-    "function": Passed,
+    "dispatch": CountedOps,
+    "function": CountedFunctions,
     "device": lambda: torch.device("meta"),
     "deterministic": deterministic,
 }

@@ -18,6 +18,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import pairs, some
 from tests.ops.functions import users
+from tests.ops.refusals import check_refusals
 
 pytestmark = device.devices("cpu", "simulated")
 
@@ -296,15 +297,9 @@ def wrong_calls(group: dist.ProcessGroup) -> list[tuple[Any, type[Exception], st
 @device.devices("cpu")  # on other devices ranks compare only if SYMM_CP_DEBUG=1
 @pytest.mark.ranks(2)
 def test_refuses_what_it_cannot_do(group: dist.ProcessGroup) -> None:
-    """All ranks refuse a call, or one does and tells the others; the next call works."""
     args = of_gated(8, (), True)
-    expected, _ = symm_cp.gated_delta_rule(*args, group=group)
-    for run, error, text in wrong_calls(group):
-        with pytest.raises(error, match=text):
-            run()
-        with pytest.raises((error, RuntimeError), match=text):
-            run() if group.rank() == 1 else symm_cp.gated_delta_rule(*args, group=group)
-        assert torch.equal(symm_cp.gated_delta_rule(*args, group=group)[0], expected)
+    wrong = [(error, text, run) for run, error, text in wrong_calls(group)]
+    check_refusals(group, lambda: symm_cp.gated_delta_rule(*args, group=group)[0], wrong)
 
 
 @device.devices("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
+from tests.ops.refusals import Wrong, check_disagreements, check_refusals
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -117,22 +119,21 @@ def test_runs_have_the_same_bits(group: dist.ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     state, matrix = torch.zeros(2, 3, 4), torch.zeros(2, 3, 3)
-    with pytest.raises(ValueError, match=r"exactly one of decay and transition .* neither"):
-        symm_cp.scan_states(state, group=group)
-    with pytest.raises(ValueError, match=r"exactly one of decay and transition .* both"):
-        symm_cp.scan_states(state, decay=state, transition=matrix, group=group)
-    with pytest.raises(ValueError, match=r"transition \[2, 3, 4\] must be \[2, 3, 3\]"):
-        symm_cp.scan_states(state, transition=state, group=group)
-    with pytest.raises(ValueError, match=r"decay \[2, 3, 3\] must have the dimensions"):
-        symm_cp.scan_states(state, decay=matrix, group=group)
-    with pytest.raises(TypeError, match=r"transition is torch\.float64"):
-        symm_cp.scan_states(state, transition=matrix.double(), group=group)
-    with pytest.raises(TypeError, match=r"state is torch\.int64"):
-        symm_cp.scan_states(state.long(), transition=matrix.long(), group=group)
-    if device.chosen() == "cpu":  # elsewhere ranks compare their calls in debug mode only
-        with pytest.raises(RuntimeError, match="ranks disagree"):
-            symm_cp.scan_states(state, decay=state, group=group, reverse=group.rank() == 1)
-    symm_cp.scan_states(state, transition=matrix, group=group)
+
+    def scans(state: torch.Tensor = state, **factor: Any) -> torch.Tensor:
+        return symm_cp.scan_states(state, **factor or {"transition": matrix}, group=group)
+
+    wrong: list[Wrong] = [
+        (ValueError, "exactly one of decay and transition .* neither", {"decay": None}),
+        (ValueError, "exactly one .* both", {"decay": state, "transition": matrix}),
+        (ValueError, r"transition \[2, 3, 4\] must be \[2, 3, 3\]", {"transition": state}),
+        (ValueError, r"decay \[2, 3, 3\] must have the dimensions", {"decay": matrix}),
+        (TypeError, r"transition is torch\.float64", {"transition": matrix.double()}),
+        (TypeError, r"state is torch\.int64",
+         {"state": state.long(), "transition": matrix.long()}),
+    ]  # fmt: skip
+    check_refusals(group, scans, wrong, "scan_states")
+    check_disagreements(scans, [{"decay": state, "reverse": group.rank() == 1}])
 
 
 @device.devices("cpu")

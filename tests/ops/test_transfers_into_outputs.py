@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +11,7 @@ import symm_cp
 from tests.device import devices
 from tests.exhaustive import some
 from tests.ops.calls import OPS, waited
+from tests.ops.refusals import Wrong, check_refusals
 
 GATHER = OPS._low_contention_all_gather_out
 SCATTER = OPS._low_contention_reduce_scatter_out
@@ -83,11 +82,10 @@ def test_compiled(group: dist.ProcessGroup, backend: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_errors(group: dist.ProcessGroup) -> None:
-    """One rank refuses a call and its peers are told; then all ranks make a good call."""
     W, rank, name = group.size(), group.rank(), group.group_name
     x, out, leaf = torch.ones(4), torch.ones(4 * W), torch.ones(4, requires_grad=True)
     spaced = torch.ones(4 * W, 2)[:, 0]
-    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    cases: list[Wrong] = [
         (ValueError, r"all_gather_out: out is torch.float32 \[4\], needs torch.float32 \[8\]",
          lambda: GATHER(x, name, x.clone())),
         (ValueError, r"all_gather_out: out is torch.float64 \[8\], needs torch.float32",
@@ -103,14 +101,7 @@ def test_errors(group: dist.ProcessGroup) -> None:
         (ValueError, r"reduce_op='max' must be 'sum' or 'avg'",
          lambda: SCATTER(out, "max", name, x)),
     ]  # fmt: skip
-    for error, message, call in cases:
-        if rank == W - 1:
-            with pytest.raises(error, match=message):
-                call()
-        else:
-            with pytest.raises(RuntimeError, match=rf"{error.__name__} on rank {W - 1}: "):
-                waited(GATHER(x, name, out))
-        assert torch.equal(waited(GATHER(x, name, out)), torch.ones(4 * W))
+    check_refusals(group, lambda: waited(GATHER(x, name, out)).clone(), cases)
     for op, call in (
         ("_low_contention_all_gather_out", lambda: GATHER(leaf, name, out)),
         ("_low_contention_reduce_scatter_out", lambda: SCATTER(out, "sum", name, leaf)),

@@ -151,8 +151,13 @@ def saves_and_loads(model: Any, dense: Any, folder: str) -> Any:
     return loaded
 
 
-def trains_with_parts_and_saves(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
+@pytest.mark.ranks
+def test_saves_with_sequence_parallelism(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int
+) -> None:
     """With sequence parallelism: adapters that were trained, saved, loaded, and trained on."""
+    folder = str(tmp_path)
     model, dense = two_models(group, lora={}, sequence_parallel=True, **UNEVEN)
     for _ in range(2):
         tokens = tokens_of(dense)
@@ -169,12 +174,23 @@ def trains_with_parts_and_saves(group: dist.ProcessGroup, folder: str) -> None:
         same_parameters(loaded, dense, lambda p: p.detach())
 
 
-@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
-def test_saves_with_sequence_parallelism(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, trains_with_parts_and_saves, str(tmp_path))
+def refuses_infinite(model: Any, rank: int) -> None:
+    """All ranks refuse to merge if one rank's part is not finite."""
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    before, local = whole(layer.base_layer.weight).clone(), layer.lora_B.default.weight.to_local()
+    kept = local[0, 0].clone()
+    if rank == 1:
+        local[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="would not be finite"):
+        layer.merge(safe_merge=True)
+    assert torch.equal(whole(layer.base_layer.weight), before)
+    assert not layer.merged
+    local[0, 0] = kept
 
 
-def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_generates_merges_and_saves(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, dense = two_models(group, lora={"target_modules": [*EVERY, "lm_head"]}, **UNEVEN)
     tokens = tokens_of(dense, 5)
 
@@ -203,24 +219,6 @@ def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
     model.save_pretrained(f"{folder}/merged")
     merged = type(dense).from_pretrained(f"{folder}/merged")
     same_parameters(model, merged, lambda p: p.detach())
-
-
-def refuses_infinite(model: Any, rank: int) -> None:
-    """All ranks refuse to merge if one rank's part is not finite."""
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    before, local = whole(layer.base_layer.weight).clone(), layer.lora_B.default.weight.to_local()
-    kept = local[0, 0].clone()
-    if rank == 1:
-        local[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="would not be finite"):
-        layer.merge(safe_merge=True)
-    assert torch.equal(whole(layer.base_layer.weight), before)
-    assert not layer.merged
-    local[0, 0] = kept
-
-
-def test_generates_merges_and_saves(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(3, generates_and_merges, str(tmp_path))
 
 
 @pytest.mark.ranks(2)

@@ -165,7 +165,9 @@ def test_styles(group: dist.ProcessGroup) -> None:
         assert off(model(x), dense(x)) < ROUNDED
 
 
-def refusals(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_refusals(group: dist.ProcessGroup, tmp_path: Any) -> None:
+    folder = str(tmp_path)
     mesh, model = mesh_of(group), quantised_model("int8", torch.float32)
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(NotImplementedError, match=r"q_proj.*quantised.*sequence_parallel=False"):
@@ -189,7 +191,3 @@ def refusals(group: dist.ProcessGroup, folder: str) -> None:
     with pytest.raises(NotImplementedError, match=r"save_pretrained: .* is quantised"):
         model.save_pretrained(folder)
     model(tokens_of(model))
-
-
-def test_refusals(ranks: Ranks, tmp_path: Any) -> None:
-    ranks.run(2, refusals, str(tmp_path))

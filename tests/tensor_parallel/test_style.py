@@ -260,14 +260,17 @@ def copies_and_checkpoints(group: dist.ProcessGroup) -> None:
 
 
 def autocasts_and_checkpoints(group: dist.ProcessGroup) -> None:
-    for dim in (1, None):
+    for dim, backend in ((1, ""), (None, ""), (1, "aot_eager")):
         dense = Block()
         block = parallelize_module(copy.deepcopy(dense), mesh_of(group), fused_plan(dim))
         x = torch.randn(B, S, K)
         x_own = leaf(own(x, group, dim))
+        run = partial(checkpoint, block, use_reentrant=False)
+        if backend:
+            run = torch.compile(block, backend=backend, fullgraph=True)
         with torch.autocast("cpu", torch.bfloat16):
             expected = dense(x)
-            out = checkpoint(block, x_own, use_reentrant=False)
+            out = run(x_own)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out, own(expected, group, dim), rtol=0.05, atol=0.05)
         for each in (expected, out):

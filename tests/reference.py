@@ -37,7 +37,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that sums of products of `dtype` are accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers in float64, complex ones in complex128."""
+    return x.to(torch.complex128) if x.is_complex() else x.double()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Expected:
         assert actual.shape == self.value.shape, f"{actual.shape=}, expected {self.value.shape}"
         if actual.numel() == 0:
             return
-        error = (actual.double() - self.value).abs()
+        error = (widened(actual) - self.value).abs()
         excess = error / self.bound(actual.dtype, accumulate)
         worst = int(torch.nan_to_num(excess, nan=math.inf).argmax())
         ratio = excess.flatten()[worst].item()
@@ -109,7 +114,7 @@ def reduce_scatter(inputs: Sequence[torch.Tensor], dim: int, op: str = "sum") ->
 
 def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Expected:
     """``a @ b + bias``, from operands as they are (already rounded to their dtype)."""
-    wide_a, wide_b = a.double(), b.double()
+    wide_a, wide_b = widened(a), widened(b)
     value, magnitude = wide_a @ wide_b, wide_a.abs() @ wide_b.abs()
     if bias is not None:
         value, magnitude = value + bias.double(), magnitude + bias.double().abs()

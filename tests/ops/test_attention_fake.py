@@ -1,4 +1,4 @@
-"""Fake kernels of attention: `opcheck`, and the shapes and strides of real results."""
+"""Fake kernels of attention: the shapes and strides of real results; dynamic shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soft caps, sinks, biases, dropout, widths of values and layouts of queries, against dense."""
+"""Options of attention, and layouts of queries, by keys and by heads, against dense attention."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -63,6 +63,12 @@ def parts(W: int, dim: int) -> tuple[Split, tuple[int, ...] | None]:
     return split, split.sizes
 
 
+def numbers(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 20, shape).to(dtype)
+    return torch.randn(shape, dtype=dtype if dtype.is_complex else None).to(dtype)
+
+
 def own_layout(kind: int, rank: int) -> int:
     """A kind for `laid_out` that differs between ranks, which must agree on symmetric memory."""
     own = random.Random(f"{random.random()} {rank}")
@@ -76,9 +82,9 @@ def gathers(group: dist.ProcessGroup, index: int) -> None:
     split, sizes = parts(W, dim % dims)
     shape = split.whole_shape(random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33]))
     weights = [
-        torch.randn(shape[-1], random.choice([0, 1, 3, 8, 17])).to(dtype) for _ in range(index % 4)
+        numbers([shape[-1], random.choice([0, 1, 3, 8, 17])], dtype) for _ in range(index % 4)
     ]
-    whole = torch.randn(shape).to(dtype)
+    whole = numbers(shape, dtype)
     kind = random.randrange(4 if sizes is None else 3)
     full, expected = reference.all_gather_matmul(split.parts(whole), weights, dim)
     shard = laid_out(split.of(rank, whole), group, own_layout(kind, rank))
@@ -100,13 +106,10 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     dim = random.randrange(-dims, dims)
     split, sizes = parts(W, dim % dims)
     shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
-    columns = random.choice([0, 1, 3, 8, 17])
-    rows, inner = (
-        split.whole_shape([*shape[:-1], columns]),
-        [random.choice([shape[-1], 5]) for _ in range(W)],
-    )
-    a = [torch.randn(*rows[:-1], k).to(dtype) for k in inner]
-    b = [torch.randn(k, rows[-1]).to(dtype) for k in inner]
+    inner = [random.choice([shape[-1], 5]) for _ in range(W)]
+    product = split.whole_shape([*shape[:-1], random.choice([0, 1, 3, 8, 17])])
+    a = [numbers([*product[:-1], k], dtype) for k in inner]
+    b = [numbers([k, product[-1]], dtype) for k in inner]
     reduce_op = random.choice(["sum", "avg"])
     expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op, sizes=split.sizes)[rank]
     given = laid_out(a[rank], group, own_layout(0, rank))
@@ -231,13 +234,8 @@ def collectives(group: dist.ProcessGroup, index: int) -> None:
     shape = [random.choice([1, 2, 3, 64, 1000])] + [random.choice([1, 3, 8])] * random.randrange(3)
     kind = random.randrange(4)
 
-    def numbers(size: list[int]) -> torch.Tensor:
-        if dtype.is_floating_point:
-            return torch.randn(size).to(dtype)
-        return torch.randint(0, 20, size).to(dtype)
-
-    shards = [numbers(shape) for _ in range(W)]
-    fulls = [numbers([shape[0] * W, *shape[1:]]) for _ in range(W)]
+    shards = [numbers(shape, dtype) for _ in range(W)]
+    fulls = [numbers([shape[0] * W, *shape[1:]], dtype) for _ in range(W)]
     shard, full = laid_out(shards[rank], group, kind), laid_out(fulls[rank], group, kind)
     pending = [OPS._low_contention_all_gather(shard, name) for _ in range(3)]
     reduce_op = random.choice(["sum", "avg"]) if dtype.is_floating_point else "sum"

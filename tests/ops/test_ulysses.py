@@ -1,4 +1,4 @@
-"""Attention by heads: every option against the dense reference, and against attention by keys."""
+"""Attention by heads: shares of heads, flex attention, meshes, groups of heads and errors."""
 
 from __future__ import annotations
 

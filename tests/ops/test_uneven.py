@@ -1,4 +1,4 @@
-"""Parts of any sizes: results, gradients, fakes, compilation and errors of the ops with `sizes`."""
+"""Parts of any sizes: many columns, background collectives, fakes and errors; see test_random."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def in_context(group: dist.ProcessGroup, call: Any, **options: Any) -> Any:
         return call(torch.ones(1, 8, 8))
 
 
-@pytest.mark.ranks(2)
-def test_a_context_without_attention_is_an_error(group: dist.ProcessGroup) -> None:
+def says_so(group: dist.ProcessGroup) -> None:
     local = Attention("by hand")
     message = f"Attention ran, but {UNFUSED}.*model=.*on_unfused"
     with pytest.raises(RuntimeError, match=message):
@@ -77,8 +76,11 @@ def test_a_context_without_attention_is_an_error(group: dist.ProcessGroup) -> No
         raise AssertionError("never entered")
 
 
-@pytest.mark.ranks(2)
-def test_buffers_come_back_before_the_error(group: dist.ProcessGroup) -> None:
+def test_a_context_without_attention_is_an_error(ranks: Ranks) -> None:
+    ranks.run(2, says_so)
+
+
+def restores(group: dist.ProcessGroup) -> None:
     x = torch.arange(16.0)
     with (
         pytest.raises(RuntimeError, match=UNFUSED),
@@ -88,8 +90,11 @@ def test_buffers_come_back_before_the_error(group: dist.ProcessGroup) -> None:
     assert torch.equal(x, torch.arange(16.0))
 
 
-@pytest.mark.ranks(2)
-def test_nested_contexts_checkpoints_threads_and_the_style(group: dist.ProcessGroup) -> None:
+def test_buffers_come_back_before_the_error(ranks: Ranks) -> None:
+    ranks.run(2, restores)
+
+
+def elsewhere(group: dist.ProcessGroup) -> None:
     mesh, x, fused, local = (
         mesh_of(group),
         torch.ones(1, 8, 8),
@@ -127,6 +132,10 @@ def test_nested_contexts_checkpoints_threads_and_the_style(group: dist.ProcessGr
         nn.Sequential(styled)(x)
 
 
+def test_nested_contexts_checkpoints_threads_and_the_style(ranks: Ranks) -> None:
+    ranks.run(2, elsewhere)
+
+
 def compiled(group: dist.ProcessGroup) -> None:
     for how in ("function", "by hand"):
         wrapped = torch.compile(Attention(how), backend="eager")
@@ -148,6 +157,9 @@ def test_compiled_modules_count(ranks: Ranks) -> None:
     ranks.run(2, compiled, timeout=300)
 
 
-@pytest.mark.ranks(1)
-def test_on_one_rank_all_attention_is_whole(group: dist.ProcessGroup) -> None:
+def one_rank(group: dist.ProcessGroup) -> None:
     in_context(group, Attention("by hand"))
+
+
+def test_on_one_rank_all_attention_is_whole(ranks: Ranks) -> None:
+    ranks.run(1, one_rank)

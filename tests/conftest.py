@@ -57,10 +57,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _has_ranks(test: Any) -> bool:
+    """Whether a test runs on ranks, or runs functions on them."""
+    return "ranks" in test.fixturenames or test.get_closest_marker("ranks") is not None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeats a test with ranks on each device that its marker names."""
     marker = metafunc.definition.get_closest_marker("devices")
-    if marker is None or "ranks" not in metafunc.fixturenames:
+    if marker is None or not _has_ranks(metafunc.definition):
         return
     also_on_cpu = "cpu" in marker.args
     marks = {
@@ -161,7 +166,7 @@ def ranks(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterat
 def device_name(request: pytest.FixtureRequest) -> str:
     """Where the ops of the test run; parametrized by the marker `devices`."""
     name: str = getattr(request, "param", "cpu")
-    if "ranks" in request.fixturenames:
+    if _has_ranks(request.node):
         pool = request.getfixturevalue("ranks")
         if isinstance(pool, Ranks):  # it may be a number of ranks, too
             pool.options = {"device": name}

@@ -37,7 +37,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that sums of products of `dtype` are accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers in float64, complex ones in complex128."""
+    return x.to(torch.complex128) if x.is_complex() else x.double()
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,23 @@ class Expected:
         limit = limit + growth * unit_roundoff(torch.float64) * self.magnitude
         return _SLACK * limit + torch.finfo(dtype).tiny
 
+    def parts(self, sizes: Sequence[int], dim: int) -> list[Expected]:
+        """Returns each rank's part along a dimension."""
+        each = [t.split(list(sizes), dim) for t in (self.value, self.magnitude)]
+        more = [] if self.partials is None else [self.partials.split(list(sizes), dim)]
+        return [Expected(v, m, self.terms, *p) for v, m, *p in zip(*each, *more, strict=True)]
+
+    def equal_parts(self, ranks: int, dim: int) -> list[Expected]:
+        """Returns each rank's part, all of them of one size."""
+        assert self.value.shape[dim] % ranks == 0, f"{self.value.shape=} {dim=} {ranks=}"
+        return self.parts([self.value.shape[dim] // ranks] * ranks, dim)
+
     def check(self, actual: torch.Tensor, accumulate: torch.dtype | None = None) -> None:
         """Raises `AssertionError` unless shape and every element are right for actual's dtype."""
         assert actual.shape == self.value.shape, f"{actual.shape=}, expected {self.value.shape}"
         if actual.numel() == 0:
             return
-        error = (actual.double() - self.value).abs()
+        error = (widened(actual) - self.value).abs()
         excess = error / self.bound(actual.dtype, accumulate)
         worst = int(torch.nan_to_num(excess, nan=math.inf).argmax())
         ratio = excess.flatten()[worst].item()
@@ -83,12 +99,6 @@ def gather(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat(list(shards), dim)
 
 
-def scatter(full: torch.Tensor, world_size: int, dim: int) -> list[torch.Tensor]:
-    """Returns each rank's part of `full`: equal parts along `dim`."""
-    assert full.shape[dim] % world_size == 0, f"{full.shape=} {dim=} {world_size=}"
-    return list(full.tensor_split(world_size, dim))
-
-
 def reduce(inputs: Sequence[torch.Tensor], op: str = "sum") -> Expected:
     """All-reduce ("sum" or "avg") of one tensor a rank."""
     stack = torch.stack([x.double() for x in inputs])
@@ -99,12 +109,12 @@ def reduce(inputs: Sequence[torch.Tensor], op: str = "sum") -> Expected:
 
 def reduce_scatter(inputs: Sequence[torch.Tensor], dim: int, op: str = "sum") -> list[Expected]:
     """Reduce-scatter: rank r keeps part r along `dim` of the reduced tensor."""
-    return _split(reduce(inputs, op), len(inputs), dim)
+    return reduce(inputs, op).equal_parts(len(inputs), dim)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Expected:
     """``a @ b + bias``, from operands as they are (already rounded to their dtype)."""
-    wide_a, wide_b = a.double(), b.double()
+    wide_a, wide_b = widened(a), widened(b)
     value, magnitude = wide_a @ wide_b, wide_a.abs() @ wide_b.abs()
     if bias is not None:
         value, magnitude = value + bias.double(), magnitude + bias.double().abs()
@@ -161,9 +171,15 @@ def matmul_reduce_scatter(
     scatter_dim: int,
     op: str = "sum",
     bias: torch.Tensor | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> list[Expected]:
-    """As `matmul_all_reduce`; rank r keeps part r along `scatter_dim`."""
-    return _split(matmul_all_reduce(a_parts, b_parts, op, bias), len(a_parts), scatter_dim)
+    """As `matmul_all_reduce`; rank r keeps part r along `scatter_dim`: equal ones without sizes."""
+    total = matmul_all_reduce(a_parts, b_parts, op, bias)
+    return (
+        total.equal_parts(len(a_parts), scatter_dim)
+        if sizes is None
+        else total.parts(sizes, scatter_dim)
+    )
 
 
 def dequantise(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
@@ -210,7 +226,7 @@ def scaled_matmul_reduce_scatter(
 ) -> list[Expected]:
     """As `matmul_reduce_scatter`, from 8-bit parts and their scales (tensor-wise or row-wise)."""
     total = scaled_matmul_all_reduce(a_parts, a_scales, b_parts, b_scales, op, bias, result_scale)
-    return _split(total, len(a_parts), scatter_dim)
+    return total.equal_parts(len(a_parts), scatter_dim)
 
 
 def scaled_matmul_all_reduce(
@@ -234,13 +250,3 @@ def _rescale(expected: Expected, scale: torch.Tensor | None) -> Expected:
     partials = None if expected.partials is None else expected.partials * factor
     magnitude = expected.magnitude * factor
     return Expected(expected.value * factor, magnitude, expected.terms + 3, partials)
-
-
-def _split(expected: Expected, world_size: int, dim: int) -> list[Expected]:
-    values = scatter(expected.value, world_size, dim)
-    magnitudes = scatter(expected.magnitude, world_size, dim)
-    if expected.partials is None:
-        return [Expected(v, m, expected.terms) for v, m in zip(values, magnitudes, strict=True)]
-    partials = scatter(expected.partials, world_size, dim)
-    triples = zip(values, magnitudes, partials, strict=True)
-    return [Expected(v, m, expected.terms, p) for v, m, p in triples]

@@ -390,7 +390,11 @@ OF_TRANSFORMERS: dict[str, tuple[Any, Client, str, dict[str, int]]] = {
 }
 
 
-def transformers_as_in_one_process(group: dist.ProcessGroup, name: str, method: Any) -> None:
+@exhaustive
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+@pytest.mark.ranks(4)
+def test_models_of_transformers(group: dist.ProcessGroup, name: str, method: Any) -> None:
     change, client, padding, sizes = OF_TRANSFORMERS[name]
     batch = causal_batch(LENGTH, padding=padding)
     expected = in_one_process_of(client, batch)
@@ -402,10 +406,3 @@ def transformers_as_in_one_process(group: dist.ProcessGroup, name: str, method: 
         (logits,) = symm_cp.context_parallel_unshard(mesh["cp"], [step.output.logits.detach()], [1])
         grads = {name: whole(p.grad) for name, p in named(model)}
         assert_same(Result(step.loss.detach(), logits, grads), expected, batch, client.tolerance)
-
-
-@exhaustive
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_models_of_transformers(ranks: Ranks, name: str, method: str) -> None:
-    ranks.run(4, transformers_as_in_one_process, name, method)

@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 import symm_cp.fsdp
 from symm_cp.schedule import Copy
 from symm_cp.tensors.results import result_memory
-from symm_cp.testing import Ranks, say
 from tests.backend.world import world
 from tests.device import chosen, devices
 from tests.exhaustive import exhaustive, pairs, some
@@ -138,7 +137,25 @@ def buffer_bytes(model: Model) -> tuple[int, int]:
 # --- against one process ---
 
 
-def against_one_process(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+def assert_in_place(model: Model, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Each layer's parameters are gathered twice, from where their owner has put them."""
+    with symm_cp.trace() as recording:
+        one_backward(model, x)
+    steps = [event.step for event in recording.timeline.events]
+    sources = [
+        step.src for step in steps if isinstance(step, Copy) and step.src.buffer == "symmetric"
+    ]
+    from_peers = [source.rank for source in sources if source.rank != group.rank()]
+    assert len(from_peers) == 2 * LAYERS * (group.size() - 1)
+
+
+@devices("cpu", "simulated")
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some((2, torch.float64), of=product((1, 2, 3, 4), (torch.float64, torch.float32))),
+)
+@pytest.mark.ranks
+def test_as_one_process(group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     size, rank = group.size(), group.rank()
     alone, model = network(dtype), shard(network(dtype), DeviceMesh.from_group(group, "cpu"))
     symm_cp.fsdp.use(model)
@@ -161,27 +178,6 @@ def against_one_process(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         assert min(buffer_bytes(model)) > 0
     if size > 1 and dtype is torch.float64 and chosen() == "cpu":
         assert_in_place(model, inputs[0][rank], group)
-
-
-def assert_in_place(model: Model, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Each layer's parameters are gathered twice, from where their owner has put them."""
-    with symm_cp.trace() as recording:
-        one_backward(model, x)
-    steps = [event.step for event in recording.timeline.events]
-    sources = [
-        step.src for step in steps if isinstance(step, Copy) and step.src.buffer == "symmetric"
-    ]
-    from_peers = [source.rank for source in sources if source.rank != group.rank()]
-    assert len(from_peers) == 2 * LAYERS * (group.size() - 1)
-
-
-@devices("cpu", "simulated")
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    some((2, torch.float64), of=product((1, 2, 3, 4), (torch.float64, torch.float32))),
-)
-def test_as_one_process(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, against_one_process, dtype)
 
 
 # --- against FSDP2 without `use` ---
@@ -347,21 +343,6 @@ STEP_KINDS: dict[str, Step] = {
 }
 
 
-def against_plain(group: dist.ProcessGroup, variant: str, step: str) -> None:
-    """Equal bits: both add in the order of the ranks."""
-    with world(group, "symm_cp"):
-        size, results = group.size(), []
-        features = 68 if variant in ("tensor parallel", "another dimension") else FEATURES
-        inputs = [x[group.rank()] for x in batches(size, features=features)]
-        for used in (False, True):
-            model = VARIANTS[variant](network(features=features), size)
-            if used:
-                symm_cp.fsdp.use(model)
-            results.append(train(model, inputs, {**STEP_KINDS, "hsdp": without_all_reduce}[step]))
-        assert min(buffer_bytes(model)) > 0
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True)
-
-
 ON_ANY = [name for name in VARIANTS if name not in FOUR_RANKS]
 PLAIN = (("bfloat16, sums in float32", "accumulating", 2), ("prefetching", "evaluating", 2))
 
@@ -378,11 +359,25 @@ PLAIN = (("bfloat16, sums in float32", "accumulating", 2), ("prefetching", "eval
         ],
     ),
 )
-def test_as_without(ranks: Ranks, variant: str, step: str, world_size: int) -> None:
-    ranks.run(world_size, against_plain, variant, step)
+@pytest.mark.ranks
+def test_as_without(group: dist.ProcessGroup, world_size: int, variant: str, step: str) -> None:
+    """Equal bits: both add in the order of the ranks."""
+    with world(group, "symm_cp"):
+        size, results = group.size(), []
+        features = 68 if variant in ("tensor parallel", "another dimension") else FEATURES
+        inputs = [x[group.rank()] for x in batches(size, features=features)]
+        for used in (False, True):
+            model = VARIANTS[variant](network(features=features), size)
+            if used:
+                symm_cp.fsdp.use(model)
+            results.append(train(model, inputs, {**STEP_KINDS, "hsdp": without_all_reduce}[step]))
+        assert min(buffer_bytes(model)) > 0
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True)
 
 
-def divided(group: dist.ProcessGroup, factor: float) -> None:
+@pytest.mark.parametrize("factor", some(3.0, of=(1.0, 2.0, 3.0)))
+@pytest.mark.ranks(2)
+def test_other_divisors(group: dist.ProcessGroup, factor: float) -> None:
     """FSDP2 asks for a reduction that gloo does not have."""
     size, rank = group.size(), group.rank()
     inputs = batches(size)
@@ -398,12 +393,10 @@ def divided(group: dist.ProcessGroup, factor: float) -> None:
         torch.testing.assert_close(whole(mine.grad) / size * factor, theirs.grad)
 
 
-@pytest.mark.parametrize("factor", some(3.0, of=(1.0, 2.0, 3.0)))
-def test_other_divisors(ranks: Ranks, factor: float) -> None:
-    ranks.run(2, divided, factor)
-
-
-def compiled(group: dist.ProcessGroup, *, whole_model: bool) -> None:
+@exhaustive
+@pytest.mark.parametrize("whole_model", [False, True])
+@pytest.mark.ranks(2)
+def test_compiled(group: dist.ProcessGroup, *, whole_model: bool) -> None:
     torch._dynamo.reset()
     inputs = [x[group.rank()] for x in batches(group.size())]
     results = []
@@ -419,17 +412,15 @@ def compiled(group: dist.ProcessGroup, *, whole_model: bool) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-@exhaustive
-@pytest.mark.parametrize("whole_model", [False, True])
-def test_compiled(ranks: Ranks, whole_model: bool) -> None:
-    ranks.run(2, compiled, whole_model=whole_model)
-
-
 # --- state ---
 
 
-def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
+@exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_state_dicts(group: dist.ProcessGroup, tmp_path: Path, world_size: int) -> None:
     """A checkpoint written with `use` is an ordinary one of FSDP2, and loads without `use`."""
+    folder = str(tmp_path)
     mesh, inputs = DeviceMesh.from_group(group, "cpu"), batches(group.size())
     model, other = shard(network(), mesh), shard(network(), mesh)
     symm_cp.fsdp.use(model)
@@ -445,17 +436,14 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
         assert torch.equal(whole(other.state_dict()[name]), whole(model.state_dict()[name]))
 
 
-@exhaustive
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_state_dicts(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, saved_and_loaded, str(tmp_path))
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def many_steps(group: dist.ProcessGroup, steps: int) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world_size", "steps"), some((2, 20), of=[(2, 20), (3, 60)]))
+@pytest.mark.ranks
+def test_memory_does_not_grow(group: dist.ProcessGroup, world_size: int, steps: int) -> None:
     mesh, x = DeviceMesh.from_group(group, "cpu"), batches(group.size())[0][group.rank()]
     model = shard(network(), mesh)
     prefetching(model)
@@ -478,13 +466,8 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     assert after[2] - before[2] < steps * largest // 8
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("world_size", "steps"), some((2, 20), of=[(2, 20), (3, 60)]))
-def test_memory_does_not_grow(ranks: Ranks, world_size: int, steps: int) -> None:
-    ranks.run(world_size, many_steps, steps)
-
-
-def used_and_stopped(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_use_is_idempotent_and_can_be_undone(group: dist.ProcessGroup) -> None:
     """`stop` frees buffers without the other ranks, and brings torch's collectives back."""
     mesh, x = DeviceMesh.from_group(group, "cpu"), batches(group.size())[0][group.rank()]
     model = shard(network(), mesh)
@@ -507,14 +490,11 @@ def used_and_stopped(group: dist.ProcessGroup) -> None:
     assert torch.equal(one_backward(model, x), before)
 
 
-def test_use_is_idempotent_and_can_be_undone(ranks: Ranks) -> None:
-    ranks.run(2, used_and_stopped)
-
-
 # --- errors ---
 
 
-def wrong_models(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_wrong_models(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     with pytest.raises(TypeError, match=r"fsdp\.use: model is a list, must be a torch\.nn\.Module"):
         symm_cp.fsdp.use([])  # type: ignore[arg-type]
@@ -529,11 +509,8 @@ def wrong_models(group: dist.ProcessGroup) -> None:
     assert all(type(each._all_gather_comm) is not symm_cp.fsdp._Gather for each in groups_of(model))
 
 
-def test_wrong_models(ranks: Ranks) -> None:
-    ranks.run(2, wrong_models)
-
-
-def one_keeps_a_buffer(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_that_takes_another_buffer_is_noticed(group: dist.ProcessGroup) -> None:
     """A rank that still holds a buffer takes a new one: all raise, and can go on."""
     mesh, x = DeviceMesh.from_group(group, "cpu"), batches(group.size())[0][group.rank()]
     model = shard(network(torch.float64), mesh)
@@ -551,52 +528,6 @@ def one_keeps_a_buffer(group: dist.ProcessGroup) -> None:
     one_backward(again, x)
 
 
-def test_a_rank_that_takes_another_buffer_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, one_keeps_a_buffer)
-
-
-def until_one_dies(group: dist.ProcessGroup, calls: int) -> str:
-    """Rank 1 dies in a step, before a collective."""
-    mesh, x = DeviceMesh.from_group(group, "cpu"), batches(group.size())[0][group.rank()]
-    model = shard(network(torch.float64), mesh)
-    symm_cp.fsdp.use(model)
-    one_backward(model, x.double())
-    made = 0
-
-    def counting(ours: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal made
-            made += 1
-            if made == calls:
-                os._exit(1)
-            return ours(*args, **kwargs)
-
-        return call
-
-    if group.rank() == 1:
-        for kind in (symm_cp.fsdp._Gather, symm_cp.fsdp._Scatter):
-            kind.__call__ = counting(kind.__call__)  # type: ignore[method-assign]
-    say("started")
-    began = time.monotonic()
-    try:
-        for _ in range(3):
-            one_backward(model, x.double())
-    except RuntimeError as error:
-        assert time.monotonic() - began < 20
-        return str(error)
-    return ""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("calls", some(6, of=(1, 2, 4, 6, 9, 12)))
-def test_a_rank_that_dies_is_named(ranks: Ranks, calls: int) -> None:
-    with ranks.own(3, until_one_dies, calls) as running:
-        running.hear_all()
-        outcomes = running.outcomes()
-    for rank in (0, 2):
-        assert "rank 1" in outcomes[rank].result, outcomes[rank]
-
-
 @contextmanager
 def captured_lines() -> Iterator[list[str]]:
     lines: list[str] = []
@@ -604,7 +535,9 @@ def captured_lines() -> Iterator[list[str]]:
         yield lines
 
 
-def apart(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(4)
+def test_groups_that_share_no_memory_keep_torchs_collectives(group: dist.ProcessGroup) -> None:
     """Ranks 0 and 1 are on one host, 2 and 3 on another."""
     place = mock.patch.dict(os.environ, SYMM_CP_HOST=f"host {group.rank() // 2}")
     with place, world(group, "gloo"), captured_lines() as lines:
@@ -624,8 +557,3 @@ def apart(group: dist.ProcessGroup) -> None:
         mine, theirs = (list(each.layers[0].parameters()) for each in (model, alone))
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(whole(one.grad), other.grad)
-
-
-@exhaustive
-def test_groups_that_share_no_memory_keep_torchs_collectives(ranks: Ranks) -> None:
-    ranks.run(4, apart)

@@ -43,7 +43,9 @@ def test_the_formula(world_size: int, slot: int, expected: int) -> None:
     assert memory.workspace_bytes(world_size, slot) == expected
 
 
-def sizes(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_sizes(group: dist.ProcessGroup, world_size: int) -> None:
     own = dist.new_group(list(range(group.size())))
     state = memory.resolve(own)
     workspace = state.workspace("sync")
@@ -66,30 +68,17 @@ def sizes(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(own)
 
 
-@WORLD_SIZES
-def test_sizes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sizes)
-
-
-def stays_flat(group: dist.ProcessGroup, calls: int) -> None:
-    w = torch.ones(16, 16)
-    for index in range(calls):
-        x = torch.ones(1 + index % 50, 16)
-        symm_cp.all_gather_matmul(x, w, group=group)
-        if index % 10 == 0:
-            symm_cp.low_contention_all_gather(x, group=group).sum()
-        if index == 500:
-            before = footprint()
-    # Leftovers of earlier tests may be freed meanwhile.
-    assert all(now <= then for now, then in zip(footprint(), before, strict=True))
+# A seed for which the probe delays the first step by 1.46 s, and the next three not at all. Peers
+# take it for a rank with other memory if that lasts for more than a second.
+_PAUSES_FIRST = 157
 
 
 @pytest.mark.exhaustive
-def test_10000_calls(ranks: Ranks) -> None:
-    ranks.run(2, stays_flat, 10_000)
-
-
-def grows_late(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_a_rank_may_be_slow_to_make_its_workspace(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     """The last rank pauses after it learns of its peers' new memory, before it takes its own."""
     own = dist.new_group(list(range(group.size())))
     rows = 10
@@ -105,22 +94,12 @@ def grows_late(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(own)
 
 
-# A seed for which the probe delays the first step by 1.46 s, and the next three not at all. Peers
-# take it for a rank with other memory if that lasts for more than a second.
-_PAUSES_FIRST = 157
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_may_be_slow_to_make_its_workspace(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, grows_late)
-
-
 # A seed for which the probe delays the second step by 0.58 s, and the first and the next two not.
 _PAUSES_SECOND = 163
 
 
-def refused_then_grows(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_refused_call_before_one_that_takes_more_memory(group: dist.ProcessGroup) -> None:
     """All ranks refuse a call, rank 1 tells rank 2 of it late, and the next call takes more memory.
 
     So rank 0 is in the next call, and knows that its memory is too small, while rank 2 still waits
@@ -145,11 +124,11 @@ def refused_then_grows(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(own)
 
 
-def test_a_refused_call_before_one_that_takes_more_memory(ranks: Ranks) -> None:
-    ranks.run(3, refused_then_grows)
-
-
-def outlives_its_epochs(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_a_workspace_is_replaced_before_its_epochs_end(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     own = dist.new_group(list(range(group.size())))
     expected = results(own, list(ALL), 0)
     state = memory.resolve(own)
@@ -165,11 +144,6 @@ def outlives_its_epochs(group: dist.ProcessGroup) -> None:
     for space in spaces:
         assert 0 < space.epoch < 200
     dist.destroy_process_group(own)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, outlives_its_epochs)
 
 
 def without_memory(group: dist.ProcessGroup, victim: int) -> None:
@@ -206,7 +180,9 @@ def test_a_rank_without_shared_memory_is_an_error_on_all(ranks: Ranks, world_siz
     ranks.run(world_size, without_memory, world_size - 1, timeout=30)
 
 
-def goes_with_the_group(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(1, of=[1, 4]))
+@pytest.mark.ranks
+def test_released_with_the_group(group: dist.ProcessGroup, world_size: int) -> None:
     counts = []
     for index in range(3):
         own = dist.new_group(list(range(group.size())))
@@ -224,15 +200,11 @@ def goes_with_the_group(group: dist.ProcessGroup) -> None:
     assert counts[1] == counts[2]
 
 
-@pytest.mark.parametrize("world_size", some(1, of=[1, 4]))
-def test_released_with_the_group(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, goes_with_the_group)
-
-
 LISTS = memory.StateKey[list[int]]("lists of a test", close=list.clear)
 
 
-def states(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_states_are_closed_with_the_group(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     state = memory.resolve(own)
     assert state.find(LISTS) is None
@@ -255,11 +227,8 @@ def states(group: dist.ProcessGroup) -> None:
     assert last == []
 
 
-def test_states_are_closed_with_the_group(ranks: Ranks) -> None:
-    ranks.run(2, states)
-
-
-def names(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_names_of_groups(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     workspaces = [symm_cp.get_workspace(g, 8) for g in (group, mesh, group.group_name)]
     assert workspaces[0] is workspaces[1] is workspaces[2]
@@ -271,10 +240,6 @@ def names(group: dist.ProcessGroup) -> None:
     out = symm_cp.all_gather_matmul(x, torch.eye(2), group=two["tp"])
     row = group.rank() // 2 * 2
     assert out[:, 0].tolist() == [row, row, row + 1, row + 1]
-
-
-def test_names_of_groups(ranks: Ranks) -> None:
-    ranks.run(4, names)
 
 
 def page_sizes(group: dist.ProcessGroup, asking: list[int]) -> list[int]:

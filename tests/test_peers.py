@@ -61,7 +61,14 @@ def meet(name: str) -> None:
     handle.barrier()
 
 
-def gives_up(group: dist.ProcessGroup, quitter: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "quitter"),
+    some((3, 1), of=[(w, q) for w in (2, 3, 4) for q in range(w)]),
+)
+@pytest.mark.ranks
+def test_a_rank_gives_up_at_each_point(
+    group: dist.ProcessGroup, world_size: int, quitter: int
+) -> None:
     """One rank gives up at each of its steps: all are told, and the next rendezvous succeeds."""
     choose = random.Random(torch.initial_seed() + group.rank())
     # torch keeps a group's name until the process ends, and a process may run this again.
@@ -87,14 +94,6 @@ def gives_up(group: dist.ProcessGroup, quitter: int) -> None:
         happened = heard[quitter] != ""
         for text in heard:
             assert ("no luck with the store" in text) == happened, (point, heard)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "quitter"),
-    some((3, 1), of=[(w, q) for w in (2, 3, 4) for q in range(w)]),
-)
-def test_a_rank_gives_up_at_each_point(ranks: Ranks, world_size: int, quitter: int) -> None:
-    ranks.run(world_size, gives_up, quitter)
 
 
 class Slow(Unreliable):

@@ -22,7 +22,6 @@ from symm_cp.ops.call import Call
 from symm_cp.ops.common import group_of
 from symm_cp.ops.op import BackwardOp, NoGradient, Op, declared
 from symm_cp.ops.registration import register_one
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.calls import caller, calls, completed, leaves, python_calls
 
@@ -62,8 +61,27 @@ def example(op: Op, group: dist.ProcessGroup, seed: int) -> Callable[[], Any]:
     return call
 
 
-def every_op(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_every_backward_pass_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
+    """Backward passes that are ops run no Python once these are planned."""
+    backward_ops = [op.name for op in declared() if isinstance(op.gradient, BackwardOp)]
+    for name, call in calls(group).items():
+        if name not in backward_ops:
+            continue
+        given = leaves(call.inputs)
+        for _ in range(5):
+            outputs = call.run(*given)
+            grads = [torch.ones_like(out) for out in outputs]
+            seen = python_calls(functools.partial(torch.autograd.backward, outputs, grads))
+        assert seen == [], (name, refusals())
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_every_op_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """The first call is Python's, the second one is recorded, the third one is the plan's."""
+    seed = random.randrange(1 << 30)
     in_python: dict[str, str] = {}
     for op in declared():
         if op.cpu_only or op.native or op.one_sided:
@@ -86,32 +104,11 @@ def every_op(group: dist.ProcessGroup, seed: int) -> None:
         assert reason in in_python[name], in_python[name]
 
 
-def every_backward_pass(group: dist.ProcessGroup) -> None:
-    """Backward passes that are ops run no Python once these are planned."""
-    backward_ops = [op.name for op in declared() if isinstance(op.gradient, BackwardOp)]
-    for name, call in calls(group).items():
-        if name not in backward_ops:
-            continue
-        given = leaves(call.inputs)
-        for _ in range(5):
-            outputs = call.run(*given)
-            grads = [torch.ones_like(out) for out in outputs]
-            seen = python_calls(functools.partial(torch.autograd.backward, outputs, grads))
-        assert seen == [], (name, refusals())
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_every_backward_pass_is_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, every_backward_pass)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_every_op_is_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, every_op, random.randrange(1 << 30))
-
-
-def mixed(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_ranks_may_differ_in_what_is_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """Whether a rank's call is unplanned, recorded or planned is nothing to its peers."""
+    seed = random.randrange(1 << 30)
     own = random.Random(f"{seed} {group.rank()}")
     together = random.Random(seed)
     library = native.load()
@@ -132,13 +129,10 @@ def mixed(group: dist.ProcessGroup, seed: int) -> None:
         assert_same(result, expected.setdefault(op.name, result), f"{number}: {op.name} {how}")
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_ranks_may_differ_in_what_is_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, mixed, random.randrange(1 << 30))
-
-
-def other_arguments(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.ranks(2)
+def test_what_changes_between_calls_is_seen(group: dist.ProcessGroup) -> None:
     """Everything that may differ between two calls changes, one thing after the other."""
+    seed = random.randrange(1 << 30)
     generator = random.Random(f"{seed} {group.rank()}")
     torch.manual_seed(seed)
     base, wide = torch.randn(8, 16), torch.randn(16, 20)
@@ -172,10 +166,6 @@ def other_arguments(group: dist.ProcessGroup, seed: int) -> None:
             assert torch.equal(gathered, torch.cat([base] * group.size()))
 
 
-def test_what_changes_between_calls_is_seen(ranks: Ranks) -> None:
-    ranks.run(2, other_arguments, random.randrange(1 << 30))
-
-
 MISUSES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "aten::mul uses a part of a free argument": lambda x, n: x[-1:] * 2,
     "aten::mul uses a part of a tensor whose size may vary": lambda x, n: (x + 1)[-1:] * 2,
@@ -184,7 +174,8 @@ MISUSES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-def misused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_plans_bake_nothing_of_free_arguments(group: dist.ProcessGroup) -> None:
     """Calls whose work would depend on free arguments that the plan does not pass on."""
     for number, (reason, work) in enumerate(MISUSES.items()):
 
@@ -208,11 +199,8 @@ def misused(group: dist.ProcessGroup) -> None:
         assert refusals()[op.full_name] == reason
 
 
-def test_plans_bake_nothing_of_free_arguments(ranks: Ranks) -> None:
-    ranks.run(2, misused)
-
-
-def freed_memory(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_freed_memory_is_refused(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 6), torch.randn(6, 5)
     for _ in range(3):
         expected = symm_cp.all_gather_matmul(x, w, group=group)
@@ -223,11 +211,8 @@ def freed_memory(group: dist.ProcessGroup) -> None:
     assert torch.equal(symm_cp.all_gather_matmul(x, w, group=group), expected)
 
 
-def test_freed_memory_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, freed_memory)
-
-
-def inputs_kept(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_plans_keep_no_tensor_alive(group: dist.ProcessGroup) -> None:
     storages = []
     for _ in range(4):
         x, w = torch.randn(4, 6), torch.randn(6, 5)
@@ -238,11 +223,8 @@ def inputs_kept(group: dist.ProcessGroup) -> None:
     assert [storage() for storage in storages] == [None] * 4
 
 
-def test_plans_keep_no_tensor_alive(ranks: Ranks) -> None:
-    ranks.run(2, inputs_kept)
-
-
-def two_threads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_threads_run_plans_at_once(group: dist.ProcessGroup) -> None:
     """Calls with the same arguments on two groups, in a thread each."""
     groups = [dist.new_group(list(range(group.size()))) for _ in range(2)]
     errors: list[BaseException] = []
@@ -265,7 +247,3 @@ def two_threads(group: dist.ProcessGroup) -> None:
     for own in groups:
         dist.destroy_process_group(own)
     assert not errors, errors
-
-
-def test_threads_run_plans_at_once(ranks: Ranks) -> None:
-    ranks.run(2, two_threads)

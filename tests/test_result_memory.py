@@ -495,26 +495,6 @@ def test_results_of_ops_are_in_blocks(ranks: Ranks, world_size: int) -> None:
     assert ranks.run(world_size, not_pooled) == [[]] * world_size
 
 
-def grows(group: dist.ProcessGroup, calls: int) -> int:
-    """By how much a process has grown after many calls."""
-    x, weight = torch.randn(256, 1024), torch.randn(1024, 64)
-
-    def call() -> None:
-        OPS.fused_all_gather_matmul(x, [weight], 0, group.group_name)
-
-    for _ in range(10):
-        call()
-    before = resident()
-    for _ in range(calls):
-        call()
-    return resident() - before
-
-
-@pytest.mark.exhaustive
-def test_calls_do_not_grow_a_process(ranks: Ranks) -> None:
-    assert max(ranks.run(2, grows, 500)) < 4 * MIB
-
-
 # --- doctor --------------------------------------------------------------------------------------
 
 

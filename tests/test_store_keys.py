@@ -17,7 +17,6 @@ import torch.distributed as dist
 from symm_cp.cuda.debug_calls import agree
 from symm_cp.group.liveness import PeerLostError, generation, share, share_made
 from symm_cp.group.memory import Group
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.patience import patient
 
@@ -29,7 +28,9 @@ def late(group: dist.ProcessGroup, rank: int) -> None:
         time.sleep(0.1)
 
 
-def shares(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some((2,), of=[(2,), (3,)]))
+@pytest.mark.ranks
+def test_keys_of_an_earlier_group_are_not_read(group: dist.ProcessGroup, world_size: int) -> None:
     generations = set()
     for turn in range(4):
         again = Group(group)
@@ -45,12 +46,8 @@ def shares(group: dist.ProcessGroup) -> None:
     assert every == [generations] * group.size()
 
 
-@pytest.mark.parametrize("world_size", some((2,), of=[(2,), (3,)]))
-def test_keys_of_an_earlier_group_are_not_read(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, shares)
-
-
-def part(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_an_earlier_group_of_which_ranks_were_missing(group: dist.ProcessGroup) -> None:
     """In the earlier groups some ranks never came, or made more groups than the others."""
     milliseconds = str(round(1000 * patient(0.2)))
     short = unittest.mock.patch.dict(os.environ, {"SYMM_CP_TIMEOUT_MS": milliseconds})
@@ -64,11 +61,8 @@ def part(group: dist.ProcessGroup) -> None:
         assert share(again, "key", str(group.rank())) == ["0", "1", "2"]
 
 
-def test_an_earlier_group_of_which_ranks_were_missing(ranks: Ranks) -> None:
-    ranks.run(3, part)
-
-
-def retries(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_that_gave_up_is_met_at_its_next_call(group: dist.ProcessGroup) -> None:
     """A rank that gave up finds the others when it calls again."""
     again = Group(group)
     dist.barrier(group)
@@ -84,11 +78,8 @@ def retries(group: dist.ProcessGroup) -> None:
     assert share(again, "key", str(group.rank())) == ["0", "1"]
 
 
-def test_a_rank_that_gave_up_is_met_at_its_next_call(ranks: Ranks) -> None:
-    ranks.run(2, retries)
-
-
-def compares(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_calls_are_not_compared_with_those_of_an_earlier_group(group: dist.ProcessGroup) -> None:
     with unittest.mock.patch.dict(os.environ, {"SYMM_CP_DEBUG": "1"}):
         for name in (b"one", b"other"):  # the calls of each group are numbered from 1
             again = Group(group)
@@ -97,11 +88,8 @@ def compares(group: dist.ProcessGroup) -> None:
                 agree(again, name)
 
 
-def test_calls_are_not_compared_with_those_of_an_earlier_group(ranks: Ranks) -> None:
-    ranks.run(2, compares)
-
-
-def fails_on_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_an_error_on_one_rank_is_told_to_all(group: dist.ProcessGroup) -> None:
     again = Group(group)
     makers: list[Callable[[], str]] = [lambda: "text", lambda: str(1 / 0)]
     with pytest.raises((RuntimeError, ZeroDivisionError), match="division by zero") as raised:
@@ -109,7 +97,3 @@ def fails_on_one(group: dist.ProcessGroup) -> None:
     if group.rank() == 0:
         assert "rank 1 of group" in str(raised.value)
     assert share_made(again, "key", makers[0]) == ["text", "text"]
-
-
-def test_an_error_on_one_rank_is_told_to_all(ranks: Ranks) -> None:
-    ranks.run(2, fails_on_one)

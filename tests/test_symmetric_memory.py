@@ -78,7 +78,8 @@ def test_empty_takes_shapes_as_torch_does(shape: tuple) -> None:
     assert tensor.is_contiguous()
 
 
-def empty_shards(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_empty_tensors_rendezvous(group: dist.ProcessGroup) -> None:
     tensor = symm_mem.empty(0, 3, device="cpu")
     handle = symm_mem.rendezvous(tensor, group)
     handle.barrier()
@@ -86,11 +87,8 @@ def empty_shards(group: dist.ProcessGroup) -> None:
     assert handle.get_buffer(group.size() - 1, (0, 3), torch.float32).shape == (0, 3)
 
 
-def test_empty_tensors_rendezvous(ranks: Ranks) -> None:
-    ranks.run(2, empty_shards)
-
-
-def strided(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_strided_allocation(group: dist.ProcessGroup) -> None:
     tensor = _SymmetricMemory.empty_strided_p2p((4, 6), (1, 4), torch.float32, CPU)
     assert tensor.stride() == (1, 4)
     values = torch.arange(24.0).view(4, 6)
@@ -103,11 +101,15 @@ def strided(group: dist.ProcessGroup) -> None:
     handle.barrier()
 
 
-def test_strided_allocation(ranks: Ranks) -> None:
-    ranks.run(2, strided)
-
-
-def read_peers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("world_size", WORLD_4S)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8],
+)
+@pytest.mark.ranks
+def test_buffers_of_all_ranks(
+    group: dist.ProcessGroup, world_size: int, dtype: torch.dtype
+) -> None:
     tensor, handle = make(group, 6, 4, dtype=dtype)
     for peer in range(group.size()):
         whole = handle.get_buffer(peer, (6, 4), dtype)
@@ -126,15 +128,8 @@ def read_peers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8],
-)
-def test_buffers_of_all_ranks(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, read_peers, dtype)
-
-
-def write_to_peers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_writes_reach_peers(group: dist.ProcessGroup, world_size: int) -> None:
     tensor, handle = make(group, group.size(), 1000)
     for peer in range(group.size()):
         handle.get_buffer(peer, (group.size(), 1000), torch.float32)[group.rank()] = (
@@ -145,12 +140,8 @@ def write_to_peers(group: dist.ProcessGroup) -> None:
     assert torch.equal(tensor, expected[:, None].expand_as(tensor))
 
 
-@pytest.mark.parametrize("world_size", WORLD_4S)
-def test_writes_reach_peers(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, write_to_peers)
-
-
-def read_out_of_bounds(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bounds_of_buffers(group: dist.ProcessGroup) -> None:
     _, handle = make(group, 8)
     with pytest.raises(RuntimeError, match="exceeds"):
         handle.get_buffer(0, (9,), torch.float32)
@@ -162,11 +153,8 @@ def read_out_of_bounds(group: dist.ProcessGroup) -> None:
     handle.barrier()
 
 
-def test_bounds_of_buffers(ranks: Ranks) -> None:
-    ranks.run(2, read_out_of_bounds)
-
-
-def rendezvous_parts(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_views_and_sub_allocations(group: dist.ProcessGroup) -> None:
     whole, handle = make(group, 4, 2048)
     # A view: torch looks at the storage, so this is the whole allocation again.
     view = symm_mem.rendezvous(whole[2:, 5:], group)
@@ -188,11 +176,8 @@ def rendezvous_parts(group: dist.ProcessGroup) -> None:
     inner.barrier()
 
 
-def test_views_and_sub_allocations(ranks: Ranks) -> None:
-    ranks.run(3, rendezvous_parts)
-
-
-def rendezvous_again(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_rendezvous_is_cached(group: dist.ProcessGroup) -> None:
     tensor, handle = make(group, 64)
     again = symm_mem.rendezvous(tensor, group.group_name)  # by name, too
     assert again.buffer_ptrs == handle.buffer_ptrs
@@ -201,11 +186,8 @@ def rendezvous_again(group: dist.ProcessGroup) -> None:
         symm_mem.rendezvous(tensor, group)
 
 
-def test_rendezvous_is_cached(ranks: Ranks) -> None:
-    ranks.run(2, rendezvous_again)
-
-
-def rendezvous_ordinary(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_rendezvous_of_what_cannot_be(group: dist.ProcessGroup) -> None:
     result = symm_mem.rendezvous(torch.empty(4), group)
     assert result is None
     with pytest.raises(RuntimeError, match="no_such_group"):
@@ -213,11 +195,8 @@ def rendezvous_ordinary(group: dist.ProcessGroup) -> None:
     make(group, 4)  # the group still works
 
 
-def test_rendezvous_of_what_cannot_be(ranks: Ranks) -> None:
-    ranks.run(2, rendezvous_ordinary)
-
-
-def two_groups(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_two_groups_on_one_allocation(group: dist.ProcessGroup) -> None:
     """The world and a group of two ranks share one allocation."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[group.rank() // 2]
@@ -240,20 +219,13 @@ def two_groups(group: dist.ProcessGroup) -> None:
             dist.destroy_process_group(made)
 
 
-def test_two_groups_on_one_allocation(ranks: Ranks) -> None:
-    ranks.run(4, two_groups)
-
-
-def default_group(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_group_given_at_allocation(group: dist.ProcessGroup) -> None:
     tensor = _SymmetricMemory.empty_strided_p2p((8,), (1,), torch.float32, CPU, group.group_name)
     assert _SymmetricMemory.rendezvous(tensor).world_size == group.size()
     nameless = symm_mem.empty(8, device="cpu")
     with pytest.raises(RuntimeError, match="group_name"):
         _SymmetricMemory.rendezvous(nameless)
-
-
-def test_group_given_at_allocation(ranks: Ranks) -> None:
-    ranks.run(2, default_group)
 
 
 def persistent(group: dist.ProcessGroup, alloc_id: int) -> None:
@@ -282,7 +254,10 @@ def test_persistent_allocation(ranks: Ranks) -> None:
     ranks.run(3, persistent, 42)
 
 
-def signal_ring(group: dist.ProcessGroup, rounds: int) -> None:
+@pytest.mark.parametrize("world_size", WORLD_4S)
+@pytest.mark.ranks
+def test_signals_publish_writes(group: dist.ProcessGroup, world_size: int) -> None:
+    rounds = 300
     rank, world_size = group.rank(), group.size()
     tensor, handle = make(group, 1, dtype=torch.int64)
     right = handle.get_buffer((rank + 1) % world_size, (1,), torch.int64)
@@ -296,11 +271,9 @@ def signal_ring(group: dist.ProcessGroup, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
-def test_signals_publish_writes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, signal_ring, 300)
-
-
-def count_barriers(group: dist.ProcessGroup, rounds: int) -> None:
+@pytest.mark.ranks
+def test_barrier_orders_writes(group: dist.ProcessGroup, world_size: int) -> None:
+    rounds = 500
     world_size = group.size()
     tensor, handle = make(group, 2, dtype=torch.int64)
     peers = [handle.get_buffer(peer, (2,), torch.int64) for peer in range(world_size)]
@@ -312,11 +285,8 @@ def count_barriers(group: dist.ProcessGroup, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
-def test_barrier_orders_writes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, count_barriers, 500)
-
-
-def use_pads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_signal_pads(group: dist.ProcessGroup, world_size: int) -> None:
     rank, world_size = group.rank(), group.size()
     _, handle = make(group, 4)
     assert handle.get_signal_pad(rank).dtype == torch.uint32
@@ -347,11 +317,8 @@ def use_pads(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
-def test_signal_pads(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, use_pads)
-
-
-def wrong_channels(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_channels_and_ranks_are_checked(group: dist.ProcessGroup, world_size: int) -> None:
     _, handle = make(group, 4)
     count = handle.signal_pad_size // 4 // group.size()
     peer = (group.rank() + 1) % group.size()
@@ -372,23 +339,16 @@ def wrong_channels(group: dist.ProcessGroup) -> None:
     handle.barrier(channel=count - 1)  # the last one is good
 
 
-@pytest.mark.parametrize("world_size", WORLD_4S)
-def test_channels_and_ranks_are_checked(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, wrong_channels)
-
-
-def harmless_calls(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_enabling_a_group_is_harmless(group: dist.ProcessGroup) -> None:
     symm_mem.enable_symm_mem_for_group(group.group_name)
     describe_handle(group)
     symm_mem.enable_symm_mem_for_group(group.group_name)
     describe_handle(group)
 
 
-def test_enabling_a_group_is_harmless(ranks: Ranks) -> None:
-    ranks.run(2, harmless_calls)
-
-
-def by_group_info(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_group_info(group: dist.ProcessGroup) -> None:
     """A group that only symmetric memory knows, with a store of its own."""
     store = dist.PrefixStore("by_group_info", dist.distributed_c10d._get_process_group_store(group))
     _SymmetricMemory.set_group_info("by_group_info", group.rank(), group.size(), store)
@@ -400,12 +360,10 @@ def by_group_info(group: dist.ProcessGroup) -> None:
     handle.barrier()
 
 
-def test_group_info(ranks: Ranks) -> None:
-    ranks.run(3, by_group_info)
-
-
-def concurrent_groups(group: dist.ProcessGroup, repeats: int) -> None:
+@pytest.mark.ranks(2)
+def test_threads_on_two_groups(group: dist.ProcessGroup) -> None:
     """Two threads use two groups; the ranks start their threads in opposite order."""
+    repeats = 20
     limit = datetime.timedelta(seconds=20)
     groups = [dist.new_group([0, 1], timeout=limit) for _ in range(2)]
     errors: list[BaseException] = []
@@ -433,19 +391,12 @@ def concurrent_groups(group: dist.ProcessGroup, repeats: int) -> None:
         dist.destroy_process_group(own)
 
 
-def test_threads_on_two_groups(ranks: Ranks) -> None:
-    ranks.run(2, concurrent_groups, 20)
-
-
-def reuse_of_a_name(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_groups_come_and_go(group: dist.ProcessGroup) -> None:
     for _ in range(3):
         made = dist.new_group([0, 1])
         make(made, 16)
         dist.destroy_process_group(made)
-
-
-def test_groups_come_and_go(ranks: Ranks) -> None:
-    ranks.run(2, reuse_of_a_name)
 
 
 def worlds(group: dist.ProcessGroup, folder: Path) -> None:
@@ -471,7 +422,8 @@ def test_worlds_come_and_go(ranks: Ranks, tmp_path: Path) -> None:
         assert [outcome.failure for outcome in running.outcomes(90)] == ["", ""]
 
 
-def many_allocations(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_many_allocations_at_once(group: dist.ProcessGroup) -> None:
     made = [make(group, 10 + count) for count in range(50)]
     made = made[::2]  # free every other one, then read the rest
     for _, handle in made:
@@ -480,18 +432,11 @@ def many_allocations(group: dist.ProcessGroup) -> None:
     made[0][1].barrier()
 
 
-def test_many_allocations_at_once(ranks: Ranks) -> None:
-    ranks.run(2, many_allocations)
-
-
-def handle_outlives_tensor(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_handle_keeps_the_memory(group: dist.ProcessGroup) -> None:
     tensor, handle = make(group, 1 << 18)
     del tensor
     handle.barrier()
     for peer in range(group.size()):
         assert handle.get_buffer(peer, (1 << 18,), torch.float32)[-1].item() == peer
     handle.barrier()
-
-
-def test_a_handle_keeps_the_memory(ranks: Ranks) -> None:
-    ranks.run(2, handle_outlives_tensor)

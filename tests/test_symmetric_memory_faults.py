@@ -59,18 +59,17 @@ def test_time_outs_say_what_was_waited_for(ranks: Ranks, op: str) -> None:
     assert time.monotonic() - start < 30
 
 
-def bad_time_out(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_negative_time_out(group: dist.ProcessGroup) -> None:
     _, handle = make(group)
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         handle.barrier(timeout_ms=-1)
     handle.barrier()
 
 
-def test_negative_time_out(ranks: Ranks) -> None:
-    ranks.run(2, bad_time_out)
-
-
-def mismatched(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.ranks
+def test_ranks_that_disagree_on_the_size(group: dist.ProcessGroup, world_size: int) -> None:
     """Every rank learns that the sizes differ, and between which ranks."""
     size = 2048 if group.rank() == group.size() - 1 else 1024
     with pytest.raises(RuntimeError, match="size") as caught:
@@ -81,12 +80,9 @@ def mismatched(group: dist.ProcessGroup) -> None:
     make(group)  # the group still works
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_that_disagree_on_the_size(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, mismatched)
-
-
-def out_of_address_space(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_more_memory_than_there_is(group: dist.ProcessGroup) -> None:
     make(group)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -102,18 +98,16 @@ def out_of_address_space(group: dist.ProcessGroup) -> None:
     make(group)
 
 
-@exhaustive
-def test_more_memory_than_there_is(ranks: Ranks) -> None:
-    ranks.run(2, out_of_address_space)
-
-
 def footprint() -> tuple[int, int]:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd:")
     return maps, len(os.listdir("/proc/self/fd"))
 
 
-def come_and_go(group: dist.ProcessGroup, cycles: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
+@pytest.mark.ranks
+def test_memory_goes_with_its_handles(group: dist.ProcessGroup, world_size: int) -> None:
+    cycles = 200
     make(group)
     gc.collect()
     dist.barrier(group)
@@ -127,12 +121,20 @@ def come_and_go(group: dist.ProcessGroup, cycles: int) -> None:
     assert footprint() == before
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
-def test_memory_goes_with_its_handles(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, come_and_go, 200)
+def shared_descriptors() -> int:
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        count += "memfd:" in target or "pidfd" in target
+    return count
 
 
-def groups_come_and_go(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_destroyed_groups_leave_no_descriptors(group: dist.ProcessGroup) -> None:
     def cycle() -> None:
         made = dist.new_group([0, 1])
         make(made)
@@ -150,23 +152,8 @@ def groups_come_and_go(group: dist.ProcessGroup) -> None:
     assert shared_descriptors() <= before + 2
 
 
-def shared_descriptors() -> int:
-    count = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:
-            continue
-        count += "memfd:" in target or "pidfd" in target
-    return count
-
-
-@exhaustive
-def test_destroyed_groups_leave_no_descriptors(ranks: Ranks) -> None:
-    ranks.run(2, groups_come_and_go)
-
-
-def no_collective_in_freeing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_freeing_is_not_collective(group: dist.ProcessGroup) -> None:
     """Rank 0 frees everything while rank 1 keeps its own, and reads rank 0's memory."""
     tensor, handle = make(group)
     tensor.fill_(group.rank())
@@ -180,10 +167,6 @@ def no_collective_in_freeing(group: dist.ProcessGroup) -> None:
         with pytest.raises(RuntimeError, match=r"wait_signal.*rank 0"):
             handle.wait_signal(0, timeout_ms=100)
     make(group)
-
-
-def test_freeing_is_not_collective(ranks: Ranks) -> None:
-    ranks.run(2, no_collective_in_freeing)
 
 
 def hold_memory(group: dist.ProcessGroup, size: int) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
 from symm_cp import env, native
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
+from tests.ops.calls import symmetric
 from tests.test_run import symm_cp_in
 
 OPS = torch.ops.symm_mem
@@ -52,12 +52,6 @@ def numbers(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(length, dtype=dtype, generator=generator)
     return torch.randint(0, 100, (length,), generator=generator).to(dtype)
-
-
-def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    block = symm_mem.empty(like.shape, dtype=like.dtype, device="cpu")
-    symm_mem.rendezvous(block, group)
-    return block.copy_(like)
 
 
 def ops(group: dist.ProcessGroup, x: torch.Tensor, in_place: torch.Tensor) -> Tensors:
@@ -183,7 +177,9 @@ def test_collectives_of_a_program_with_two_threads_by_the_environment(tmp_path: 
     assert run.stdout.count("right") == 2
 
 
-def differ(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_ranks_with_different_numbers_of_threads(group: dist.ProcessGroup, world_size: int) -> None:
     with threads(1 + group.rank()):
         for length in (100_000, 700_001):
             x = numbers(length, torch.float32, group.rank())
@@ -191,11 +187,6 @@ def differ(group: dist.ProcessGroup) -> None:
             want = sum(numbers(length, torch.float32, rank) for rank in range(group.size()))
             assert torch.equal(total, want)
             torch.set_num_threads(3 - group.rank() % 2)
-
-
-@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
-def test_ranks_with_different_numbers_of_threads(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, differ)
 
 
 def divides(group: dist.ProcessGroup, count: int, cores: list[int], choice: int) -> int:
@@ -255,12 +246,9 @@ def test_forked_processes_work_alone(ranks: Ranks) -> None:
     assert outcome.result == 0, outcome
 
 
-def test_planes_of_other_sizes(ranks: Ranks) -> None:
+@pytest.mark.ranks(2)
+def test_planes_of_other_sizes(group: dist.ProcessGroup) -> None:
     """Rows and planes of heads that do not divide by the threads."""
-    ranks.run(2, exchanges_heads)
-
-
-def exchanges_heads(group: dist.ProcessGroup) -> None:
     for heads, length, features in ((2, 6, 50_000), (6, 1_000, 33), (2, 4_001, 64), (30, 80, 100)):
         x = torch.randn(1, length, heads, features)
         for layout in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
@@ -287,20 +275,17 @@ def copies(divisions: Callable[[], int], nbytes: int) -> bool:
     return divisions() > before
 
 
-def divides_from_128_kib(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_threads_share_work_of_128_kib_and_more(group: dist.ProcessGroup) -> None:
     for count in (2, 3):
         with threads(count) as divisions:
             assert not copies(divisions, (128 << 10) - 1)
             assert copies(divisions, 128 << 10)
 
 
-def test_threads_share_work_of_128_kib_and_more(ranks: Ranks) -> None:
-    ranks.run(1, divides_from_128_kib)
-
-
 @exhaustive
 def test_suites_of_collectives_with_two_threads_a_rank() -> None:
-    suites = ("backend/test_collectives", "test_exchange", "test_reduce", "ops/test_in_flight")
+    suites = ("backend/test_collectives", "test_reduce", "ops/test_in_flight")
     suites += (
         "ops/test_collectives",
         "ops/test_matmul_all_reduce_cpu",

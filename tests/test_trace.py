@@ -16,7 +16,6 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.schedule import patterns
 from symm_cp.schedule.steps import Compute, Schedule, Signal, Step, Wait
-from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -33,7 +32,11 @@ def told(step: Step) -> tuple[object, ...]:
     return ("copy",)
 
 
-def native_products(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])  # one rank exchanges nothing
+@pytest.mark.ranks
+def test_native_products_have_the_steps_of_their_collectives(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     """A collective before or after a product runs the steps of its proven schedule."""
     W, rank, name = group.size(), group.rank(), group.group_name
     gather, scatter = (
@@ -75,12 +78,9 @@ def native_products(group: dist.ProcessGroup) -> None:
         assert found == expected, number
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])  # one rank exchanges nothing
-def test_native_products_have_the_steps_of_their_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, native_products)
-
-
-def engine(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_the_copy_engine_is_recorded(group: dist.ProcessGroup, world_size: int) -> None:
     x = torch.randn(1 << 18)
     # A call that needs larger memory is left to the engine as a whole.
     symm_cp.low_contention_all_gather(x, group=group).sum()
@@ -101,11 +101,9 @@ def engine(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_the_copy_engine_is_recorded(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, engine)
-
-
-def saved(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks
+def test_a_file_of_all_ranks(group: dist.ProcessGroup, tmp_path: Path, world_size: int) -> None:
+    folder = str(tmp_path)
     with symm_cp.trace() as recording, tuning.forced("shards"):
         symm_cp.all_gather_matmul(torch.ones(6, 4), torch.ones(4, 5), group=group)
     path = os.path.join(folder, "trace.json")
@@ -133,12 +131,8 @@ def saved(group: dist.ProcessGroup, folder: str) -> None:
             assert sent[event.call, event.step.source, event.rank] <= event.end
 
 
-@WORLD_SIZES
-def test_a_file_of_all_ranks(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, saved, str(tmp_path))
-
-
-def one_at_a_time(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_recordings_do_not_mix(group: dist.ProcessGroup) -> None:
     a, b = torch.ones(2, 3), torch.ones(3, 2)
     with symm_cp.trace() as recording:
         with pytest.raises(RuntimeError, match="recording already"), symm_cp.trace():
@@ -157,7 +151,3 @@ def one_at_a_time(group: dist.ProcessGroup) -> None:
     with symm_cp.trace() as empty:
         pass
     assert empty.timeline.events == ()
-
-
-def test_recordings_do_not_mix(ranks: Ranks) -> None:
-    ranks.run(2, one_at_a_time)

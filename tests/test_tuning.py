@@ -17,7 +17,6 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.runtime import cpu
-from symm_cp.testing import Ranks
 
 ROWS = 1_100_000  # with fewer, native kernels run without a choice
 
@@ -36,8 +35,13 @@ def run(group: dist.ProcessGroup) -> torch.Tensor:
 KEY = f"all_gather_matmul float32 {ROWS}x8x3"
 
 
-def files(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.ranks
+def test_what_was_measured_comes_before_the_size(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int
+) -> None:
     """All ranks use the first rank's files, whatever their own contain."""
+    folder = str(tmp_path)
     state, rank, W = memory.resolve(group), group.rank(), group.size()
     cache = os.environ.get("XDG_CACHE_HOME"), os.environ.get("SYMM_CP_BUILD_DIR")
     os.environ["SYMM_CP_BUILD_DIR"] = os.path.join(folder, str(rank))
@@ -66,13 +70,6 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
         if cache[1] is not None:
             os.environ["SYMM_CP_BUILD_DIR"] = cache[1]
         tuning.relearn(state)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_what_was_measured_comes_before_the_size(
-    ranks: Ranks, world_size: int, tmp_path: Path
-) -> None:
-    ranks.run(world_size, files, str(tmp_path))
 
 
 def test_a_table_that_another_user_could_change_is_not_read(
@@ -114,8 +111,10 @@ def test_a_table_is_of_one_kind_of_machine(tmp_path: Path, monkeypatch: pytest.M
     assert "tuned_2_model-r-2-7-cores-torch-2.99.json" in names
 
 
-def distrusts(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_file_that_is_not_used_is_warned_about(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """The rank that reads warns once about files that it does not use; the others do not wait."""
+    folder = str(tmp_path)
     state = memory.resolve(group)
     path = Path(folder, "tuned.json")
     if group.rank() == 0:
@@ -135,17 +134,14 @@ def distrusts(group: dist.ProcessGroup, folder: str) -> None:
     tuning.relearn(state)
 
 
-def test_a_file_that_is_not_used_is_warned_about(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, distrusts, str(tmp_path))
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "1"])
 def test_a_damaged_file_of_choices(text: str) -> None:
     with pytest.raises(ValueError, match=r"some file: .* run symm-cp tune again"):
         tuning.parse_tuned(text, "some file")
 
 
-def forced(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_way_can_be_forced(group: dist.ProcessGroup) -> None:
     patch = unittest.mock.patch.object
     for algorithm in tuning.ALGORITHMS:
         # Ignores symmetric memory that earlier tests may have left in the group.
@@ -173,11 +169,8 @@ def forced(group: dist.ProcessGroup) -> None:
     assert chosen(group)[KEY].source == "by size"
 
 
-def test_a_way_can_be_forced(ranks: Ranks) -> None:
-    ranks.run(2, forced)
-
-
-def disagree(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_choose_differently_get_an_error(group: dist.ProcessGroup) -> None:
     """An all-gather-matmul exchanges the same either way; a matmul-all-reduce does not."""
     x, weight = torch.randn(2, 8), torch.randn(8, 3)
     with tuning.forced(tuning.ALGORITHMS[group.rank() % 2]):
@@ -188,12 +181,13 @@ def disagree(group: dist.ProcessGroup) -> None:
     symm_cp.matmul_all_reduce(x, weight, group=group)
 
 
-def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:
-    ranks.run(2, disagree)
-
-
-def attention(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_attention_goes_by_what_was_measured(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int
+) -> None:
     """The algorithm that was faster is chosen, unless another is forced."""
+    folder = str(tmp_path)
     state, rank = memory.resolve(group), group.rank()
     gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
     patch = unittest.mock.patch
@@ -237,8 +231,3 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
             assert choice("pipeline") == ("together", "forced")
     assert tuning.tuned_path is tuned_path
     tuning.relearn(state)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_attention_goes_by_what_was_measured(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, attention, str(tmp_path))

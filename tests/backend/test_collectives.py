@@ -91,7 +91,15 @@ def cases(dtypes: Dtypes) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
             yield dtype, shape
 
 
-def check_all_reduce(group: dist.ProcessGroup, how: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    some(
+        (2, "async"),
+        of=[*itertools.product((1, 3), ["sync"]), *itertools.product((2, 4), HOWS)],
+    ),
+)
+@pytest.mark.ranks
+def test_all_reduce(group: dist.ProcessGroup, world_size: int, how: str) -> None:
     ours = shared(group)
     for op, dtypes in reductions():
         for dtype, shape in cases(dtypes):
@@ -100,17 +108,6 @@ def check_all_reduce(group: dist.ProcessGroup, how: str) -> None:
             for x in (inputs[group.rank()].clone(), strided(inputs[group.rank()])):
                 settle(how, dist.all_reduce, x, op, group=ours)
                 assert torch.equal(x, expected), (op, dtype, shape)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "how"),
-    some(
-        (2, "async"),
-        of=[*itertools.product((1, 3), ["sync"]), *itertools.product((2, 4), HOWS)],
-    ),
-)
-def test_all_reduce(ranks: Ranks, world_size: int, how: str) -> None:
-    ranks.run(world_size, check_all_reduce, how)
 
 
 def check_reduce(group: dist.ProcessGroup, how: str) -> None:
@@ -302,7 +299,10 @@ def test_collective(ranks: Ranks, check: str, world_size: int, how: str) -> None
     ranks.run(world_size, CHECKS[check], how)
 
 
-def coalesced(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=WORLD_SIZES))
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.ranks
+def test_coalesced(group: dist.ProcessGroup, world_size: int) -> None:
     ours, size, rank = shared(group), group.size(), group.rank()
     for later in (False, True):
         inputs = [all_inputs(group, shape, torch.float32) for shape in SHAPES]
@@ -339,13 +339,10 @@ def coalesced(group: dist.ProcessGroup) -> None:
         assert (other == peer).all()
 
 
-@pytest.mark.parametrize("world_size", some(2, of=WORLD_SIZES))
+@pytest.mark.parametrize("world_size", some(1, 3, of=WORLD_SIZES))
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_coalesced(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, coalesced)
-
-
-def repeated(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_tensors_that_share_memory(group: dist.ProcessGroup, world_size: int) -> None:
     """Tensors that occur twice in a list, or share memory, give the results that gloo gives."""
     ours, size, rank = shared(group), group.size(), group.rank()
 
@@ -405,13 +402,9 @@ def repeated(group: dist.ProcessGroup) -> None:
     assert torch.equal(part, summed), part
 
 
-@pytest.mark.parametrize("world_size", some(1, 3, of=WORLD_SIZES))
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_tensors_that_share_memory(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, repeated)
-
-
-def objects(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=WORLD_SIZES))
+@pytest.mark.ranks
+def test_objects_and_barriers(group: dist.ProcessGroup, world_size: int) -> None:
     ours, size, rank = shared(group), group.size(), group.rank()
     values = [None] * size
     dist.all_gather_object(values, {"rank": rank, "text": "x" * 1000 * rank}, ours)
@@ -432,12 +425,9 @@ def objects(group: dist.ProcessGroup) -> None:
     ours.monitored_barrier()
 
 
-@pytest.mark.parametrize("world_size", some(3, of=WORLD_SIZES))
-def test_objects_and_barriers(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, objects)
-
-
-def messages(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
+@pytest.mark.ranks
+def test_messages(group: dist.ProcessGroup, world_size: int) -> None:
     ours, size, rank = shared(group), group.size(), group.rank()
     after, before = (rank + 1) % size, (rank - 1) % size
     for elements in (0, 5, 1_000_000):
@@ -477,12 +467,9 @@ def messages(group: dist.ProcessGroup) -> None:
             assert x.item() == tag
 
 
-@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
-def test_messages(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, messages)
-
-
-def overlapping(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=WORLD_SIZES))
+@pytest.mark.ranks
+def test_works_in_flight(group: dist.ProcessGroup, world_size: int) -> None:
     """Works in flight are waited for in any order or dropped, and mix with blocking calls."""
     ours, size, rank = shared(group), group.size(), group.rank()
     tensors = [small_integers((1 + 50_000 * (i % 3),), torch.float32, rank) for i in range(12)]
@@ -506,11 +493,6 @@ def overlapping(group: dist.ProcessGroup) -> None:
     assert all(map(torch.equal, tensors, expected))
     chained = dist.all_reduce(torch.ones(3), group=ours, async_op=True).get_future()
     assert (chained.then(lambda future: future.value()[0] * 2).wait() == 2 * size).all()
-
-
-@pytest.mark.parametrize("world_size", some(2, of=WORLD_SIZES))
-def test_works_in_flight(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, overlapping)
 
 
 def sub_groups(group: dist.ProcessGroup) -> None:

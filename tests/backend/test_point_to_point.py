@@ -130,7 +130,9 @@ def test_the_same_as_gloo(ranks: Ranks, program: str, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
 
 
-def _long(group: dist.ProcessGroup, reads: str) -> None:
+@pytest.mark.parametrize("reads", ["11", "00", "10"])
+@pytest.mark.ranks(2)
+def test_long_messages(group: dist.ProcessGroup, reads: str) -> None:
     """Messages of up to 20 MiB, both ways at once; `reads[rank]` sets SYMM_CP_READ_MESSAGES."""
     os.environ["SYMM_CP_READ_MESSAGES"] = reads[group.rank()]
     try:
@@ -149,11 +151,6 @@ def _long(group: dist.ProcessGroup, reads: str) -> None:
                 assert torch.equal(other, _drawn(peer, rank, 1, 60_000).view(200, 300).t())
     finally:
         del os.environ["SYMM_CP_READ_MESSAGES"]
-
-
-@pytest.mark.parametrize("reads", ["11", "00", "10"])
-def test_long_messages(ranks: Ranks, reads: str) -> None:
-    ranks.run(2, _long, reads)
 
 
 def _sizes_differ(group: dist.ProcessGroup, elements: int) -> str:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.backend.common import all_gather_single, reduce_scatter_single, shared
 from tests.ops.calls import calls as ops_with_gradients
 from tests.ops.calls import leaves
@@ -59,7 +59,8 @@ def events(
     return [event for event in profile.events() if event.name == f"symm_cp:{name}"]
 
 
-def observed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_events(group: dist.ProcessGroup) -> None:
     ours, rank = shared(group), group.rank()
     for later in (False, True):
         for name, (call, shapes) in calls(group).items():
@@ -101,10 +102,6 @@ def observed(group: dist.ProcessGroup) -> None:
     assert len(events(profile, "all_reduce")) == 1
 
 
-def test_events(ranks: Ranks) -> None:
-    ranks.run(3, observed)
-
-
 _DELAY = 0.2  # seconds by which rank 1 comes late
 
 
@@ -140,7 +137,8 @@ def in_background(group: dist.ProcessGroup) -> dict[str, Callable[[], Callable[[
     }
 
 
-def covers_the_work(group: dist.ProcessGroup, folder: Path) -> None:
+@pytest.mark.ranks(2)
+def test_events_of_the_background(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """The event lasts until the transfer has been waited for, also as Perfetto reads it."""
     for name, start in in_background(group).items():
         start()()  # ranks find each other
@@ -157,18 +155,15 @@ def covers_the_work(group: dist.ProcessGroup, folder: Path) -> None:
         assert event.is_async, name
         if group.rank() == 0:
             assert event.time_range.elapsed_us() >= _DELAY * 1e6, (name, event.time_range)
-            trace = folder / f"{name}.json"
+            trace = tmp_path / f"{name}.json"
             profile.export_chrome_trace(str(trace))
             shown = json.loads(trace.read_text())["traceEvents"]
             (duration,) = [each["dur"] for each in shown if each["name"] == f"symm_cp:{name}"]
             assert duration >= _DELAY * 1e6, name
 
 
-def test_events_of_the_background(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, covers_the_work, tmp_path)
-
-
-def ends_after_the_profile(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_an_event_that_ends_after_the_profile(group: dist.ProcessGroup) -> None:
     """A call that outlives its profiler harms neither that profile nor the next one."""
     for name, start in in_background(group).items():
         start()()  # ranks find each other
@@ -190,11 +185,8 @@ def ends_after_the_profile(group: dist.ProcessGroup) -> None:
             assert not events(following, name)
 
 
-def test_an_event_that_ends_after_the_profile(ranks: Ranks) -> None:
-    ranks.run(2, ends_after_the_profile)
-
-
-def ops_observed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ops_are_events(group: dist.ProcessGroup) -> None:
     """Events have the ops' names in `torch.ops.symm_mem`, also if public functions call the ops."""
 
     def named(run: Callable[[], object]) -> set[str]:
@@ -216,7 +208,3 @@ def ops_observed(group: dist.ProcessGroup) -> None:
     assert named(lambda: symm_cp.matmul_all_reduce(x, w, group=group)) == {
         "fused_matmul_all_reduce"
     }
-
-
-def test_ops_are_events(ranks: Ranks) -> None:
-    ranks.run(2, ops_observed)

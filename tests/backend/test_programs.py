@@ -59,14 +59,11 @@ def on_a_mesh(mesh: DeviceMesh) -> None:
     made.device_mesh.get_local_rank()
 
 
-def meshes_of_two_worlds(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_world_knows_its_own_meshes_only(group: dist.ProcessGroup) -> None:
     on_a_mesh(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)))
     with world(group, BACKEND):
         on_a_mesh(init_device_mesh("cpu", (group.size(),), mesh_dim_names=("tp",)))
-
-
-def test_a_world_knows_its_own_meshes_only(ranks: Ranks) -> None:
-    ranks.run(2, meshes_of_two_worlds)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.testing import Ranks
 from tests.backend.common import FLOATING, INTEGERS, settle, shared
 from tests.backend.faulty import told
 from tests.exhaustive import some
@@ -38,7 +37,13 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield torch.sparse_coo_tensor(indices, values, sizes, check_invariants=True)
 
 
-def sums(group: dist.ProcessGroup, how: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "how"), some((1, "async"), (3, "sync"), (2, "future"), of=[
+        (size, how) for size in (1, 2, 3, 4) for how in HOWS
+    ])
+)  # fmt: skip
+@pytest.mark.ranks
+def test_sums(group: dist.ProcessGroup, world_size: int, how: str) -> None:
     ours, size, rank = shared(group), group.size(), group.rank()
     # Not complex dtypes: torch passes a backend a copy of them (as pairs), which it then drops.
     for dtype in (*FLOATING, *INTEGERS):
@@ -68,16 +73,8 @@ def sums(group: dist.ProcessGroup, how: str) -> None:
     assert (dense == size).all()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "how"), some((1, "async"), (3, "sync"), (2, "future"), of=[
-        (size, how) for size in (1, 2, 3, 4) for how in HOWS
-    ])
-)  # fmt: skip
-def test_sums(ranks: Ranks, world_size: int, how: str) -> None:
-    ranks.run(world_size, sums, how)
-
-
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refused_or_different_on_ranks(group: dist.ProcessGroup) -> None:
     ours, rank = shared(group), group.rank()
 
     def x() -> torch.Tensor:
@@ -107,7 +104,3 @@ def refused(group: dist.ProcessGroup) -> None:
         total = x()
         dist.all_reduce(total, group=ours)
         assert total.to_dense().sum() == group.size()
-
-
-def test_refused_or_different_on_ranks(ranks: Ranks) -> None:
-    ranks.run(2, refused)

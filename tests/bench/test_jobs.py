@@ -46,7 +46,8 @@ def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, on_groups, check_all)
 
 
-def with_gradients(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_gradients_are_compared(group: dist.ProcessGroup) -> None:
     """The fused and the unfused gradients are equal; the limit's have their number."""
     gloo = {"gloo": group}
     for passes in (BACKWARD, BOTH):
@@ -59,10 +60,6 @@ def with_gradients(group: dist.ProcessGroup) -> None:
             case = jobs.attention(setting, 8, 4, 2, 8, causal=causal)
             case.check()
             assert len(case.variants[LIMIT]()) == 3
-
-
-def test_gradients_are_compared(ranks: Ranks) -> None:
-    ranks.run(2, with_gradients)
 
 
 def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
@@ -89,7 +86,8 @@ def test_unfused_variants_over_backends_by_name(ranks: Ranks) -> None:
     ranks.run(2, on_groups, watch_all)
 
 
-def wrong_result(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_wrong_result_is_noticed(group: dist.ProcessGroup) -> None:
     case = jobs.gather_matmul(Setting(group, {"gloo": group}), 8, 8, 8)
     multiply = torch.mm
     torch.mm = lambda *args, **kwargs: multiply(*args, **kwargs).mul_(1.01)
@@ -104,11 +102,8 @@ def wrong_result(group: dist.ProcessGroup) -> None:
     case.check()
 
 
-def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, wrong_result)
-
-
-def wrong_sum(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_wrong_sum_is_noticed(group: dist.ProcessGroup) -> None:
     """Also of a collective, whose tensors are zeros once it has been checked."""
     case = jobs.all_reduce(Setting(group, {"gloo": group}), 64)
     right = case.variants[FUSED]
@@ -120,10 +115,6 @@ def wrong_sum(group: dist.ProcessGroup) -> None:
     for _ in range(2000):  # 2 to the power of 2000 is infinite
         case.variants[unfused_over("gloo")]()
     assert torch.isfinite(case.variants[unfused_over("gloo")]()).all()
-
-
-def test_a_wrong_sum_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, wrong_sum)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

@@ -118,17 +118,14 @@ def test_all_ranks_have_the_same_row(ranks: Ranks, world_size: int) -> None:
         assert [len(times) for times in measured_row.seconds.values()] == [7, 7]
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_wrong_results_are_not_timed(group: dist.ProcessGroup) -> None:
     def wrong() -> None:
         raise AssertionError("wrong result")
 
     case = Case("wrong", {LIMIT: lambda: None}, wrong)
     with pytest.raises(AssertionError, match="wrong result"):
         measure.measure(case, group)
-
-
-def test_wrong_results_are_not_timed(ranks: Ranks) -> None:
-    ranks.run(2, refused)
 
 
 def test_no_variant_comes_more_often_behind_another_one() -> None:

@@ -251,7 +251,10 @@ def scatter_backward(
     )
 
 
-def variants(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.exhaustive
+@pytest.mark.ranks
+def test_where_a_shard_lies_changes_no_bit(group: dist.ProcessGroup, world_size: int) -> None:
     kinds = ["view", "symmetric", "symmetric view", "transposed", "strides of 1"]
     shapes = [(0, (3, 7)), (1, (2, 5, 33)), (-1, (3, 5, 7)), (0, (1, 33)), (0, (5, 1))]
     for dtype, (dim, shape) in itertools.product((torch.float32, torch.bfloat16), shapes):
@@ -269,13 +272,9 @@ def variants(group: dist.ProcessGroup) -> None:
                 assert all(same(plain[0], other) for other in found), case
 
 
-@WORLD_SIZES
-@pytest.mark.exhaustive
-def test_where_a_shard_lies_changes_no_bit(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, variants)
-
-
-def operands(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.ranks
+def test_operands_are_aligned(group: dist.ProcessGroup, world_size: int) -> None:
     """Operands of sharded matmuls begin at multiples of 64 bytes and have contiguous strides."""
     torch_scales_rows_on_cpu()  # it multiplies to find out
     for kind in ("view", "symmetric view"):
@@ -303,12 +302,9 @@ def operands(group: dist.ProcessGroup) -> None:
                 assert [call[1][-1][0] for call in calls] == [0] * group.size()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_operands_are_aligned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, operands)
-
-
-def by_the_library(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(3)
+def test_torchs_own_products(group: dist.ProcessGroup) -> None:
     """Bits are equal with the real matrix library, too, whose sums may depend on addresses."""
     with simulation(delays_us=0), tuning.forced("shards"):
         for _ in range(200):
@@ -318,8 +314,3 @@ def by_the_library(group: dist.ProcessGroup) -> None:
             out = symm_cp.all_gather_matmul(x, w, group=group)
             _, kept = symm_cp.all_gather_matmul(x, w, group=group, return_gathered=True)
             assert same(out, kept), (x.shape, w.shape)
-
-
-@pytest.mark.exhaustive
-def test_torchs_own_products(ranks: Ranks) -> None:
-    ranks.run(3, by_the_library)

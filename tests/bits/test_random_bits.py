@@ -9,13 +9,18 @@ import torch.distributed as dist
 
 from symm_cp import cuda
 from symm_cp.group import memory
-from symm_cp.testing import Ranks
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
 from tests.ops import test_random
 
 
-def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int) -> None:
+@pytest.mark.parametrize("mode", [None, {}, {"graph": True}], ids=["cpu", "streams", "graph"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_random_gathers(
+    group: dist.ProcessGroup, world_size: int, mode: dict[str, Any] | None
+) -> None:
+    count = 30
     with watched(ulps=1):
         if mode is None:
             test_random.repeat(group, test_random.gathers, count)
@@ -23,9 +28,3 @@ def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int
         with simulation(delays_us=0, **mode) as made:
             cuda.reserve_on(memory.resolve(group), made, 1 << 20)
             test_random.repeat(group, test_random.gathers, count)
-
-
-@pytest.mark.parametrize("mode", [None, {}, {"graph": True}], ids=["cpu", "streams", "graph"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_random_gathers(ranks: Ranks, world_size: int, mode: dict[str, Any] | None) -> None:
-    ranks.run(world_size, random_ops, mode, 30)

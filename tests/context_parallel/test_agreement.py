@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import symm_cp
 from symm_cp.context_parallel import agreement, loss_reduction
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
 from tests.exhaustive import some
@@ -31,7 +30,9 @@ def ids_of(seed: int) -> torch.Tensor:
     return torch.randint(2, 31, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def other_batches(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_other_batches_are_refused_on_all_ranks(group: dist.ProcessGroup, world_size: int) -> None:
     """Rank 1 has another batch, which differs in one tensor at a time."""
     mesh, other = mesh_of(group), group.rank() == 1
     ids, floats = ids_of(0), torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(1))
@@ -83,11 +84,6 @@ def other_batches(group: dist.ProcessGroup) -> None:
     del local
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_other_batches_are_refused_on_all_ranks(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, other_batches)
-
-
 def step(model: nn.Module, group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> float:
     """A step by hand: cut, context, loss, backward pass."""
     mesh = mesh_of(group)
@@ -105,7 +101,9 @@ def batch_of() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def other_weights(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_other_weights_are_refused_on_all_ranks(group: dist.ProcessGroup, world_size: int) -> None:
     other, batch = group.rank() == group.size() - 1, batch_of()
     model = model_of("LlamaForCausalLM")
     good = copy.deepcopy(model.state_dict())
@@ -153,11 +151,6 @@ def other_weights(group: dist.ProcessGroup) -> None:
     assert step(model, group, batch) == expected
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_other_weights_are_refused_on_all_ranks(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, other_weights)
-
-
 def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
     """Trains some steps; returns the warnings."""
     agreement._known.clear()  # forget models of other tests that wait for a first step
@@ -200,7 +193,9 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
     return [str(w.message) for w in caught if "optimizer step" in str(w.message)]
 
 
-def sums_or_not(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_gradients_that_nobody_sums_are_noticed(group: dist.ProcessGroup, world_size: int) -> None:
     for how in ("sums", "accumulates", "ddp", "fsdp", "fsdp of replicas, sums"):
         assert forgets_to_sum(group, how) == [], how
     for how, kind in (("nobody", "LlamaForCausalLM"), ("fsdp of replicas", "FSDPLlamaForCausalLM")):
@@ -208,11 +203,6 @@ def sums_or_not(group: dist.ProcessGroup) -> None:
         assert f"the gradients of {kind} differed" in message
         assert "symm_cp.training_step" in message
         assert "average_gradients=True" in message
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_gradients_that_nobody_sums_are_noticed(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sums_or_not)
 
 
 def correct_programs(group: dist.ProcessGroup) -> None:
@@ -257,17 +247,16 @@ def correct_programs(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_correct_programs_are_left_alone(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, without_warnings, correct_programs)
-
-
-def without_warnings(group: dist.ProcessGroup, program: Any) -> None:
+@pytest.mark.ranks
+def test_correct_programs_are_left_alone(group: dist.ProcessGroup, world_size: int) -> None:
+    program = correct_programs
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(optimizer step|context)")
         program(group)
 
 
-def modules_without_a_model(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_modules_without_a_model(group: dist.ProcessGroup) -> None:
     """A program without a model calls torch's modules; weights are compared at the next cut."""
     mesh, other = mesh_of(group), group.rank() == 1
 
@@ -297,11 +286,11 @@ def modules_without_a_model(group: dist.ProcessGroup) -> None:
         run(nn.Embedding(31, 8), head)
 
 
-def test_modules_without_a_model(ranks: Ranks) -> None:
-    ranks.run(2, modules_without_a_model)
-
-
-def other_layouts(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_a_context_refuses_shards_of_another_layout(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     mesh, W = mesh_of(group), group.size()
     straight, q = symm_cp.Sequential(LENGTH, W), torch.randn(1, 2, LENGTH // W, 8)
     for used, meant in [(symm_cp.HeadTail(LENGTH, W), straight), (straight, None)]:
@@ -344,11 +333,6 @@ def other_layouts(group: dist.ProcessGroup) -> None:
     ):
         pass
     del shard
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_a_context_refuses_shards_of_another_layout(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, other_layouts)
 
 
 def told_by(
@@ -419,16 +403,14 @@ PROGRAMS: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-def mistakes_are_named(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_batch_without_a_context_or_reduction_is_noticed(group: dist.ProcessGroup) -> None:
     for program, told in PROGRAMS:
         assert told_by(group, **program) == told, program
 
 
-def test_a_batch_without_a_context_or_reduction_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, mistakes_are_named)
-
-
-def wrapped(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_shard_batch_knows_ddp_and_fsdp(group: dist.ProcessGroup) -> None:
     """The model's wrapper (DDP or FSDP2) tells whether gradients are averaged."""
     mesh, batch = mesh_of(group), batch_of()
     dense = model_of("LlamaForCausalLM")
@@ -450,11 +432,9 @@ def wrapped(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(got, want.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_shard_batch_knows_ddp_and_fsdp(ranks: Ranks) -> None:
-    ranks.run(2, wrapped)
-
-
-def shifted_twice(group: dist.ProcessGroup, compiles: bool) -> None:
+@pytest.mark.parametrize("compiles", some(False, of=[False, True]))
+@pytest.mark.ranks(2)
+def test_labels_are_not_shifted_twice(group: dist.ProcessGroup, compiles: bool) -> None:
     mesh, model, batch = mesh_of(group), model_of("LlamaForCausalLM"), batch_of()
     local, reduce_loss = symm_cp.shard_batch(mesh, batch)
     balancer = reduce_loss.load_balancer
@@ -476,12 +456,8 @@ def shifted_twice(group: dist.ProcessGroup, compiles: bool) -> None:
         model(**local)
 
 
-@pytest.mark.parametrize("compiles", some(False, of=[False, True]))
-def test_labels_are_not_shifted_twice(ranks: Ranks, compiles: bool) -> None:
-    ranks.run(2, shifted_twice, compiles)
-
-
-def off(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_comparisons_can_be_turned_off(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SYMM_CP_COMPARE_INPUTS", "0")
         model = model_of("LlamaForCausalLM")
@@ -492,7 +468,3 @@ def off(group: dist.ProcessGroup) -> None:
         environment.setenv("SYMM_CP_COMPARE_INPUTS", "maybe")
         with pytest.raises(ValueError, match="must be 0 or 1"):
             symm_cp.shard_batch(mesh_of(group), batch)
-
-
-def test_comparisons_can_be_turned_off(ranks: Ranks) -> None:
-    ranks.run(2, off)

@@ -20,7 +20,15 @@ from tests.exhaustive import exhaustive, pairs, some
 IGNORE = -100
 
 
-def counts_every_label_once(group: dist.ProcessGroup, length: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "length"),
+    some((2, 5), (4, 24), of=itertools.product([1, 2, 3, 4], [5, 24])),
+)
+@pytest.mark.ranks
+def test_the_loss_is_that_of_the_whole_batch(
+    group: dist.ProcessGroup, world_size: int, length: int
+) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     mesh, W, rank = mesh_of(group), group.size(), group.rank()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(11, (2, length), generator=generator)
@@ -52,15 +60,9 @@ def counts_every_label_once(group: dist.ProcessGroup, length: int, seed: int) ->
     assert torch.equal(labels[:, length // 3 :], ids[:, length // 3 :])  # the input is left alone
 
 
-@pytest.mark.parametrize(
-    ("world_size", "length"),
-    some((2, 5), (4, 24), of=itertools.product([1, 2, 3, 4], [5, 24])),
-)
-def test_the_loss_is_that_of_the_whole_batch(ranks: Ranks, world_size: int, length: int) -> None:
-    ranks.run(world_size, counts_every_label_once, length, int(torch.randint(1 << 30, ())))
-
-
-def rank_without_labels(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_ranks_without_labels(group: dist.ProcessGroup, world_size: int) -> None:
     """All labels are in the first quarter, or there are none."""
     mesh, W = mesh_of(group), group.size()
     generator = torch.Generator().manual_seed(W)
@@ -94,11 +96,6 @@ def rank_without_labels(group: dist.ProcessGroup) -> None:
             (share,) = torch.autograd.grad(loss, table)
             dist.all_reduce(share, group=group)
             torch.testing.assert_close(share, grad, **CLOSE)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_ranks_without_labels(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, rank_without_labels)
 
 
 def second_loss(group: dist.ProcessGroup) -> None:
@@ -175,7 +172,9 @@ def test_second_losses(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, mean_of_samples)
 
 
-def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_what_a_batch_holds(group: dist.ProcessGroup, world_size: int) -> None:
     mesh, W, rank, S = mesh_of(group), group.size(), group.rank(), 12
     rows = symm_cp.HeadTail(S, W).positions(rank)
     ids = torch.arange(2 * S).view(2, S)
@@ -218,12 +217,8 @@ def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:
     assert torch.equal(local["shift_labels"], (ids + 7)[:, rows])
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_what_a_batch_holds(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, cuts_what_batches_hold)
-
-
-def cuts_embeddings(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_embeddings_are_cut_differentiably(group: dist.ProcessGroup) -> None:
     mesh, W, rank = mesh_of(group), group.size(), group.rank()
     embeds = torch.randn(2, 8, 3, dtype=torch.float64).requires_grad_()
     weights = torch.randn(2, 8, 3, dtype=torch.float64)
@@ -237,11 +232,11 @@ def cuts_embeddings(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(grad, weights)
 
 
-def test_embeddings_are_cut_differentiably(ranks: Ranks) -> None:
-    ranks.run(2, cuts_embeddings)
-
-
-def cuts_two_lengths(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_encoder_and_decoder_have_lengths_of_their_own(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     mesh, W, rank = mesh_of(group), group.size(), group.rank()
     one, other = torch.arange(40).view(2, 20), torch.arange(24).view(2, 12)
     hidden = torch.randn(2, 20, 3)
@@ -272,11 +267,6 @@ def cuts_two_lengths(group: dist.ProcessGroup) -> None:
         assert isinstance(local["encoder_outputs"], list)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_encoder_and_decoder_have_lengths_of_their_own(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, cuts_two_lengths)
-
-
 SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_labels": 31}
 SIZES |= {"intermediate_size": 16, "pad_token_id": 1, "max_position_embeddings": 80}
@@ -291,7 +281,9 @@ def model_of(name: str, **options: object) -> torch.nn.Module:
     return kind(made).double().eval()
 
 
-def model_decides(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_the_model_decides_what_a_batch_needs(group: dist.ProcessGroup, world_size: int) -> None:
     mesh, W, rank = mesh_of(group), group.size(), group.rank()
     rows = symm_cp.HeadTail(16, W).positions(rank)
     ids = torch.randint(2, 31, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -338,12 +330,21 @@ def model_decides(group: dist.ProcessGroup) -> None:
         symm_cp.shard_batch(mesh, batch, model=bart)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_the_model_decides_what_a_batch_needs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, model_decides)
-
-
-def model_computes_the_loss(group: dist.ProcessGroup, name: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "name", "where"),
+    some(
+        (2, "LlamaForCausalLM", "begin"),
+        of=pairs(
+            (2, 4, 1),
+            ("LlamaForCausalLM", "GPT2LMHeadModel", "RobertaForTokenClassification"),
+            ("begin", "end", "scattered"),
+        ),
+    ),
+)
+@pytest.mark.ranks
+def test_models_compute_their_loss(
+    group: dist.ProcessGroup, world_size: int, name: str, where: str
+) -> None:
     """The model's own loss, as a mean and as a sum divided by the number of labels."""
     mesh, W = mesh_of(group), group.size()
     model, dense = model_of(name), model_of(name)
@@ -372,22 +373,8 @@ def model_computes_the_loss(group: dist.ProcessGroup, name: str, where: str) -> 
             )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "name", "where"),
-    some(
-        (2, "LlamaForCausalLM", "begin"),
-        of=pairs(
-            (2, 4, 1),
-            ("LlamaForCausalLM", "GPT2LMHeadModel", "RobertaForTokenClassification"),
-            ("begin", "end", "scattered"),
-        ),
-    ),
-)
-def test_models_compute_their_loss(ranks: Ranks, world_size: int, name: str, where: str) -> None:
-    ranks.run(world_size, model_computes_the_loss, name, where)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bad_batches_are_refused_and_given_positions_kept(group: dist.ProcessGroup) -> None:
     mesh, ids = mesh_of(group), torch.zeros(2, 8, dtype=torch.int64)
     with pytest.raises(ValueError, match="must have input_ids, inputs_embeds, encoder_out"):
         symm_cp.shard_batch(mesh, {"x": ids})
@@ -414,11 +401,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     assert torch.equal(local["labels"], ids[:, :4])
 
 
-def test_bad_batches_are_refused_and_given_positions_kept(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def reduces_in_graphs(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_the_loss_is_reduced_in_graphs(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
     ids = torch.randint(5, (2, 8))
     _, reduce_loss = symm_cp.shard_batch(mesh_of(group), {"input_ids": ids, "labels": ids})
@@ -433,8 +418,3 @@ def reduces_in_graphs(group: dist.ProcessGroup) -> None:
         results.append((total, *torch.autograd.grad(total, weights)))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
-
-
-@exhaustive
-def test_the_loss_is_reduced_in_graphs(ranks: Ranks) -> None:
-    ranks.run(2, reduces_in_graphs)

@@ -18,7 +18,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
 from tests.exhaustive import some
 
@@ -34,7 +33,13 @@ def balancers(length: int, world_size: int) -> list[symm_cp.LoadBalancer | None]
     return [None, *found]
 
 
-def trains_as_one_process(group: dist.ProcessGroup, length: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "length"),
+    some((1, 24), (2, 29), (3, 24), (4, 29), of=itertools.product([1, 2, 3, 4], [24, 29])),
+)
+@pytest.mark.ranks
+def test_trains_as_one_process(group: dist.ProcessGroup, world_size: int, length: int) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     mesh = mesh_of(group)
     for causal in (True, False):
         given = whole(seed, length, kv_heads=2)
@@ -64,15 +69,11 @@ def trains_as_one_process(group: dist.ProcessGroup, length: int, seed: int) -> N
                 assert torch.equal(buffer, original)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "length"),
-    some((1, 24), (2, 29), (3, 24), (4, 29), of=itertools.product([1, 2, 3, 4], [24, 29])),
-)
-def test_trains_as_one_process(ranks: Ranks, world_size: int, length: int) -> None:
-    ranks.run(world_size, trains_as_one_process, length, int(torch.randint(1 << 30, ())))
-
-
-def restores_buffers(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_buffers_come_back_also_after_an_exception(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     mesh, W = mesh_of(group), group.size()
     base = torch.arange(2.0 * 8 * W * 3).view(2, 8 * W, 3)
     view, kept, first = base[:, :, 1], torch.arange(8.0 * W), torch.arange(8.0 * W).view(-1, 1)
@@ -100,12 +101,8 @@ def restores_buffers(group: dist.ProcessGroup) -> None:
     assert not _get_current_function_mode_stack()
 
 
-@WORLD_SIZES
-def test_buffers_come_back_also_after_an_exception(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, restores_buffers)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bad_buffers_are_refused_before_anything_is_cut(group: dist.ProcessGroup) -> None:
     mesh, W = mesh_of(group), group.size()
     x, y = torch.zeros(8 * W), torch.zeros(6 * W)
     one = {"buffers": [x], "buffer_seq_dims": [0]}
@@ -125,11 +122,8 @@ def refuses(group: dist.ProcessGroup) -> None:
     assert not _get_current_function_mode_stack()
 
 
-def test_bad_buffers_are_refused_before_anything_is_cut(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def refuses_what_it_would_drop(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_local_masks_dropout_and_hidden_attention_are_refused(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     q = torch.randn(2, 4, 8, 16)
     mask = torch.ones(8 * group.size(), 8 * group.size(), dtype=torch.bool)
@@ -149,11 +143,10 @@ def refuses_what_it_would_drop(group: dist.ProcessGroup) -> None:
         F.scaled_dot_product_attention(q, q, q)  # all is well
 
 
-def test_local_masks_dropout_and_hidden_attention_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_what_it_would_drop)
-
-
-def masked(group: dist.ProcessGroup, seed: int) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_masks_of_the_whole_sequence(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     W = group.size()
     given = whole(seed, 9 * W)
     generator = torch.Generator().manual_seed(seed)
@@ -170,11 +163,6 @@ def masked(group: dist.ProcessGroup, seed: int) -> None:
                 out = F.scaled_dot_product_attention(*shards, mask)
             grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
             assert_all_close([out.detach(), *grads], expected)
-
-
-@WORLD_SIZES
-def test_masks_of_the_whole_sequence(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, masked, int(torch.randint(1 << 30, ())))
 
 
 class Layers(torch.nn.Module):
@@ -205,7 +193,9 @@ class Layers(torch.nn.Module):
         return self._checkpointed(partial(self.layer, self.outer), x)
 
 
-def recomputes_outside(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.ranks(2)
+def test_checkpoints_recompute_in_their_context_outside_of_it(group: dist.ProcessGroup) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     mesh = mesh_of(group)
     torch.manual_seed(seed)
     x = torch.randn(2, 12, 8, dtype=torch.float64)
@@ -258,11 +248,8 @@ def recomputes_outside(group: dist.ProcessGroup, seed: int) -> None:
             t.grad = None
 
 
-def test_checkpoints_recompute_in_their_context_outside_of_it(ranks: Ranks) -> None:
-    ranks.run(2, recomputes_outside, int(torch.randint(1 << 30, ())))
-
-
-def nests(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_contexts_nest_on_one_mesh_and_on_two(group: dist.ProcessGroup) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[group.rank() // 2]
     outer, inner = mesh_of(group), mesh_of(mine)
@@ -294,11 +281,8 @@ def nests(group: dist.ProcessGroup) -> None:
     )
 
 
-def test_contexts_nest_on_one_mesh_and_on_two(ranks: Ranks) -> None:
-    ranks.run(4, nests)
-
-
-def leaves_other_threads_alone(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_other_threads_are_left_alone(group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 8, 16)
     expected = F.scaled_dot_product_attention(q, q, q)
     found = []
@@ -311,11 +295,8 @@ def leaves_other_threads_alone(group: dist.ProcessGroup) -> None:
     assert torch.equal(found[0], expected)
 
 
-def test_other_threads_are_left_alone(ranks: Ranks) -> None:
-    ranks.run(2, leaves_other_threads_alone)
-
-
-def unshards_only_what_is_known(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_unsharding_takes_the_layout_that_was_used_or_none(group: dist.ProcessGroup) -> None:
     # A new group: the layouts in use are remembered by group.
     mesh, W = mesh_of(dist.new_group(list(range(group.size())))), group.size()
     x = torch.arange(12.0 * W)
@@ -343,11 +324,9 @@ def unshards_only_what_is_known(group: dist.ProcessGroup) -> None:
         symm_cp.context_parallel_unshard(mesh, [shard], [1], straight)
 
 
-def test_unsharding_takes_the_layout_that_was_used_or_none(ranks: Ranks) -> None:
-    ranks.run(2, unshards_only_what_is_known)
-
-
-def remembers(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.ranks
+def test_shards_are_remembered(group: dist.ProcessGroup, world_size: int) -> None:
     W, x = group.size(), torch.arange(12.0 * group.size())
     straight = symm_cp.Sequential(12 * W, W)
     ids = torch.arange(12 * W).expand(2, -1)
@@ -374,12 +353,9 @@ def remembers(group: dist.ProcessGroup) -> None:
             F.scaled_dot_product_attention(q, q, q)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_shards_are_remembered(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, remembers)
-
-
-def shards_new_tensors(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_context_parallel_shard(group: dist.ProcessGroup, world_size: int) -> None:
     mesh, W, rank = mesh_of(group), group.size(), group.rank()
     x = torch.randn(3, 7 * W + 1, 2)
     balancer = symm_cp.HeadTail(7 * W + 1, W)
@@ -395,11 +371,8 @@ def shards_new_tensors(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_context_parallel_shard(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, shards_new_tensors)
-
-
-def other_shapes(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_shapes_that_the_function_takes(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     q, k, v, _ = whole(7, 8 * W)
     rows = symm_cp.HeadTail(8 * W, W).positions(rank)
@@ -423,8 +396,3 @@ def other_shapes(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(narrow, full[..., :5], **CLOSE)
     expected = F.scaled_dot_product_attention(q, memory, memory)[:, :, rows]
     torch.testing.assert_close(crossed, expected, **CLOSE)
-
-
-@WORLD_SIZES
-def test_shapes_that_the_function_takes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, other_shapes)

@@ -25,7 +25,6 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import (
     CLOSE,
     Tensors,
@@ -165,7 +164,9 @@ class Problem:
 # --- the function itself ---------------------------------------------------------------------
 
 
-def compiled_function(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_compiled_function(group: dist.ProcessGroup, world_size: int) -> None:
     W = group.size()
     balancer = symm_cp.Sequential(48 * W, W)
     for scored, masked in ((True, True), (False, True), (True, False), (False, False)):
@@ -178,12 +179,9 @@ def compiled_function(group: dist.ProcessGroup) -> None:
         problem.check(out, lse)
 
 
-@WORLD_SIZES
-def test_compiled_function(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled_function)
-
-
-def heads_and_dtypes(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_heads_that_share_keys_and_bfloat16(group: dist.ProcessGroup) -> None:
     length = 32 * group.size()
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.bfloat16, 0.05)):
         problem = Problem(group, length, kv_heads=2, dtype=dtype)
@@ -192,11 +190,6 @@ def heads_and_dtypes(group: dist.ProcessGroup) -> None:
             out, aux = fn(*problem.arguments(), enable_gqa=True, return_aux=AuxRequest(lse=True))
             assert out.dtype == dtype
             problem.check(out, aux.lse, tolerance=tolerance)
-
-
-@pytest.mark.exhaustive
-def test_heads_that_share_keys_and_bfloat16(ranks: Ranks) -> None:
-    ranks.run(2, heads_and_dtypes)
 
 
 # --- in a compiled module --------------------------------------------------------------------
@@ -215,7 +208,11 @@ class Attention(nn.Module):
         return out * 2.0
 
 
-def compiled_module(group: dist.ProcessGroup, backend: str) -> None:
+@pytest.mark.exhaustive
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_compiled_module(group: dist.ProcessGroup, world_size: int) -> None:
+    backend = "inductor" if world_size == 2 else "aot_eager"
     problem = Problem(group, 40 * group.size())
     module = Attention(problem.mask)
     bias = module.log_slopes.detach().exp()
@@ -232,16 +229,12 @@ def compiled_module(group: dist.ProcessGroup, backend: str) -> None:
     torch.testing.assert_close(of_slopes, want[5] * bias, **CLOSE)
 
 
-@pytest.mark.exhaustive
-@WORLD_SIZES
-def test_compiled_module(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled_module, "inductor" if world_size == 2 else "aot_eager")
-
-
 # --- one function in several places ----------------------------------------------------------
 
 
-def goes_where_it_is_called(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_one_function_in_and_out_of_contexts(group: dist.ProcessGroup) -> None:
     W = group.size()
     length = 32 * W
     sequential = symm_cp.Sequential(length, W)
@@ -283,11 +276,9 @@ def goes_where_it_is_called(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.exhaustive
-def test_one_function_in_and_out_of_contexts(ranks: Ranks) -> None:
-    ranks.run(2, goes_where_it_is_called)
-
-
-def other_lengths(group: dist.ProcessGroup, dynamic: bool | None) -> None:
+@pytest.mark.parametrize("dynamic", some(None, of=[True, None]))
+@pytest.mark.ranks(2)
+def test_other_lengths(group: dist.ProcessGroup, dynamic: bool | None) -> None:
     W = group.size()
     fn = None
     for step, local in enumerate((16, 24, 40, 32)):
@@ -302,13 +293,9 @@ def other_lengths(group: dist.ProcessGroup, dynamic: bool | None) -> None:
     assert graphs() == before
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dynamic", some(None, of=[True, None]))
-def test_other_lengths(ranks: Ranks, dynamic: bool | None) -> None:
-    ranks.run(2, other_lengths, dynamic)
-
-
-def styled(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_style(group: dist.ProcessGroup, world_size: int) -> None:
     problem = Problem(group, 32 * group.size())
 
     class Plain(nn.Module):
@@ -323,12 +310,9 @@ def styled(group: dist.ProcessGroup) -> None:
     problem.check(attention(problem.q, problem.k, problem.v))
 
 
-@WORLD_SIZES
-def test_style(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, styled)
-
-
-def entered_inside(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_context_entered_in_compiled_code(group: dist.ProcessGroup) -> None:
     problem = Problem(group, 32 * group.size())
     mesh = mesh_of(group)
 
@@ -339,12 +323,8 @@ def entered_inside(group: dist.ProcessGroup) -> None:
     problem.check(torch.compile(attend, backend="aot_eager")(*problem.arguments()))
 
 
-@pytest.mark.exhaustive
-def test_context_entered_in_compiled_code(ranks: Ranks) -> None:
-    ranks.run(2, entered_inside)
-
-
-def checkpointed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_checkpoints_in_compiled_code(group: dist.ProcessGroup) -> None:
     length = 32 * group.size()
     problem = Problem(group, length, scored=False, document=length)  # a causal mask
 
@@ -365,14 +345,11 @@ def checkpointed(group: dist.ProcessGroup) -> None:
             problem.check(step(problem.q, problem.k, problem.v))
 
 
-def test_checkpoints_in_compiled_code(ranks: Ranks) -> None:
-    ranks.run(2, checkpointed)
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_as_in_eager_mode(group: dist.ProcessGroup) -> None:
     problem = Problem(group, 32 * group.size())
     q, k, v = problem.q, problem.k, problem.v
     fn = torch.compile(flex_attention, backend="aot_eager")
@@ -389,7 +366,3 @@ def refuses(group: dist.ProcessGroup) -> None:
     attention = parallelize_module(Attention(problem.mask), mesh_of(group), style)
     with pytest.raises(RuntimeError, match="the module called flex_attention"), problem.region():
         torch.compile(attention, backend="aot_eager")(q, k, v)
-
-
-def test_refuses_as_in_eager_mode(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

@@ -23,7 +23,6 @@ from torch.nn.attention.flex_attention import (
 
 import symm_cp
 from symm_cp.context_parallel import gathered_keys
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import (
     CLOSE,
     Tensors,
@@ -59,7 +58,13 @@ def dense(given: Tensors, *, scores: bool) -> Tensors:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]), lse]
 
 
-def attends(group: dist.ProcessGroup, length: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "length"),
+    some((2, 75), (3, 64), of=itertools.product([1, 2, 3, 4], [64, 75])),
+)
+@pytest.mark.ranks
+def test_trains_as_one_process(group: dist.ProcessGroup, world_size: int, length: int) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     mesh, W = mesh_of(group), group.size()
     given, mask = whole(seed, length), block_mask(length)
     choices = [
@@ -87,15 +92,8 @@ def attends(group: dist.ProcessGroup, length: int, seed: int) -> None:
             assert_all_close([out.detach(), *grads, lse.detach()], expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "length"),
-    some((2, 75), (3, 64), of=itertools.product([1, 2, 3, 4], [64, 75])),
-)
-def test_trains_as_one_process(ranks: Ranks, world_size: int, length: int) -> None:
-    ranks.run(world_size, attends, length, int(torch.randint(1 << 30, ())))
-
-
-def restores(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_nothing_is_left_behind_and_other_threads_are_left_alone(group: dist.ProcessGroup) -> None:
     # Free other tests' modules, which redirect the function as long as they exist.
     torch._dynamo.reset()
     gc.collect()
@@ -118,11 +116,9 @@ def restores(group: dist.ProcessGroup) -> None:
         assert torch.equal(flex_attention(q, q, q), before)
 
 
-def test_nothing_is_left_behind_and_other_threads_are_left_alone(ranks: Ranks) -> None:
-    ranks.run(2, restores)
-
-
-def takes_a_mask_that_was_cut(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_a_mask_that_was_cut_before(group: dist.ProcessGroup, world_size: int) -> None:
     W, mesh = group.size(), mesh_of(group)
     given, mask = whole(3, 32 * W), block_mask(32 * W)
     rows = symm_cp.HeadTail(32 * W, W).positions(group.rank())
@@ -141,15 +137,16 @@ def takes_a_mask_that_was_cut(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(flex_attention(q, *full, block_mask=local), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_a_mask_that_was_cut_before(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, takes_a_mask_that_was_cut)
-
-
 # --- as on CUDA: torch's kernels over gathered keys ------------------------------------------
 
 
-def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "length"), some((3, 75), of=[(1, 75), (2, 64), (3, 75), (4, 64)])
+)
+@pytest.mark.exhaustive
+@pytest.mark.ranks
+def test_over_gathered_keys(group: dist.ProcessGroup, world_size: int, length: int) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     W = group.size()
     given, mask = whole(seed, length), block_mask(length)
     at = torch.arange(length)
@@ -179,11 +176,3 @@ def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None
                 out = F.scaled_dot_product_attention(*parts, attn_mask=attn_mask)
                 grads = torch.autograd.grad(out, parts, given[3][:, :, rows])
                 assert_all_close([out.detach(), *grads], expected)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "length"), some((3, 75), of=[(1, 75), (2, 64), (3, 75), (4, 64)])
-)
-@pytest.mark.exhaustive
-def test_over_gathered_keys(ranks: Ranks, world_size: int, length: int) -> None:
-    ranks.run(world_size, over_gathered_keys, length, int(torch.randint(1 << 30, ())))

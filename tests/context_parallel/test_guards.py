@@ -98,7 +98,8 @@ def assert_same(
             )
 
 
-def are_refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_would_be_wrong_is_refused(group: dist.ProcessGroup) -> None:
     for name, options, message in REFUSED:
         model = build(name, **options)
         with (
@@ -120,10 +121,6 @@ def are_refused(group: dist.ProcessGroup) -> None:
         F.scaled_dot_product_attention(q, q, q)
 
 
-def test_what_would_be_wrong_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, are_refused)
-
-
 class WithHidden(transformers.LlamaForCausalLM):
     """Runs a model that is not registered in it."""
 
@@ -133,7 +130,8 @@ class WithHidden(transformers.LlamaForCausalLM):
         return super().forward(**inputs)
 
 
-def unregistered(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_modules_in_a_plain_list_are_judged(group: dist.ProcessGroup) -> None:
     for hidden, message in [
         ([build("Mistral", sliding_window=40)], "MistralForCausalLM has config"),
         ([], None),
@@ -147,11 +145,8 @@ def unregistered(group: dist.ProcessGroup) -> None:
             model(**local_batch(group))
 
 
-def test_modules_in_a_plain_list_are_judged(ranks: Ranks) -> None:
-    ranks.run(2, unregistered)
-
-
-def from_zero(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_positions_of_roberta_that_count_from_zero_are_refused(group: dist.ProcessGroup) -> None:
     model = build("Roberta", head="ForMaskedLM", pad_token_id=1)
     context = symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=layout(group))
     local, q = local_batch(group), torch.randn(1, 2, 8, 8)
@@ -166,20 +161,13 @@ def from_zero(group: dist.ProcessGroup) -> None:
         model(**local)
 
 
-def test_positions_of_roberta_that_count_from_zero_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, from_zero)
-
-
-def styled(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_style_refuses_the_same(group: dist.ProcessGroup) -> None:
     style = symm_cp.ContextParallel(load_balancer=layout(group))
     plan = {f"model.layers.{n}.self_attn": style for n in range(2)}
     model = parallelize_module(build("Mistral"), mesh_of(group), plan)
     with pytest.raises(NotImplementedError, match="MistralAttention " + UNPASSED.format("sdpa")):
         model(**local_batch(group))
-
-
-def test_the_style_refuses_the_same(ranks: Ranks) -> None:
-    ranks.run(2, styled)
 
 
 def compiled(group: dist.ProcessGroup) -> None:
@@ -211,7 +199,8 @@ def test_compiled_models_are_judged_too(ranks: Ranks) -> None:
     ranks.run(2, compiled, timeout=300)
 
 
-def one_rank(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_one_rank_may_do_everything(group: dist.ProcessGroup) -> None:
     """On one rank nothing is spread: whatever a model does with its own masks is right."""
     for name, options in [
         ("Mistral", {"sliding_window": 40}),
@@ -219,7 +208,3 @@ def one_rank(group: dist.ProcessGroup) -> None:
         ("Llama", {"attn_implementation": "eager"}),
     ]:
         assert_same(group, build(name, **options), balancer=layout(group))
-
-
-def test_one_rank_may_do_everything(ranks: Ranks) -> None:
-    ranks.run(1, one_rank)

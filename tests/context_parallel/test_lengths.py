@@ -118,7 +118,9 @@ def test_each_length_has_its_layout(
     ranks.run(world_size, attends_across, kind, queries, keys, seed)
 
 
-def every_length_is_head_tail(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_by_default_every_length_is_head_tail(group: dist.ProcessGroup, world_size: int) -> None:
     """Without load balancers, each length is cut as `shard_batch` cuts it by default."""
     W = group.size()
     by = {n * W: symm_cp.HeadTail(n * W, W) for n in (4, 6)}
@@ -131,12 +133,8 @@ def every_length_is_head_tail(group: dist.ProcessGroup) -> None:
     assert_all_close([got, *found], [part(out), *(part(grad) for grad in grads)])
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_by_default_every_length_is_head_tail(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, every_length_is_head_tail)
-
-
-def cuts_and_joins(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_buffers_of_several_lengths(group: dist.ProcessGroup) -> None:
     W, rank, mesh = group.size(), group.rank(), mesh_of(group)
     by = {12: symm_cp.HeadTail(12, W), 22: symm_cp.Sequential(22, W)}
     one, other = torch.randn(12, 2), torch.randn(2, 22)
@@ -158,11 +156,8 @@ def cuts_and_joins(group: dist.ProcessGroup) -> None:
             assert torch.equal(got, want)
 
 
-def test_buffers_of_several_lengths(ranks: Ranks) -> None:
-    ranks.run(2, cuts_and_joins)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_is_ambiguous_is_refused(group: dist.ProcessGroup) -> None:
     mesh, W = mesh_of(group), group.size()
     by = {8: symm_cp.HeadTail(8, W), 12: symm_cp.Sequential(12, W)}
 
@@ -204,10 +199,6 @@ def refuses(group: dist.ProcessGroup) -> None:
     within(by[8], q, k, v)  # ... and not here
 
 
-def test_what_is_ambiguous_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
 class Crossed(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -219,7 +210,9 @@ class Crossed(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def style_attends(group: dist.ProcessGroup, compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", some(False, of=[False, True]))
+@pytest.mark.ranks(2)
+def test_the_style_takes_several_lengths(group: dist.ProcessGroup, compiled: bool) -> None:
     torch._dynamo.reset()
     queries, keys = 12, 22
     by = balancers_of("plain", group.size(), queries, keys)
@@ -240,12 +233,12 @@ def style_attends(group: dist.ProcessGroup, compiled: bool) -> None:
         assert_all_close([got, *found], [part(out), *(part(grad) for grad in grads)])
 
 
-@pytest.mark.parametrize("compiled", some(False, of=[False, True]))
-def test_the_style_takes_several_lengths(ranks: Ranks, compiled: bool) -> None:
-    ranks.run(2, style_attends, compiled)
-
-
-def compiled_once(group: dist.ProcessGroup, dynamic: bool) -> None:
+@exhaustive
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.ranks(2)
+def test_compiled_code_takes_the_layouts_of_its_region(
+    group: dist.ProcessGroup, dynamic: bool
+) -> None:
     """One compiled function runs in several regions, in each with the region's layouts."""
     torch._dynamo.reset()
     queries, keys, W = 12, 22, group.size()
@@ -272,12 +265,9 @@ def compiled_once(group: dist.ProcessGroup, dynamic: bool) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_code_takes_the_layouts_of_its_region(ranks: Ranks, dynamic: bool) -> None:
-    ranks.run(2, compiled_once, dynamic)
-
-
-def samples_with_layouts(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.ranks
+def test_samples_may_have_layouts_of_their_own(group: dist.ProcessGroup, world_size: int) -> None:
     """Samples with layouts of their own attend to keys of another length."""
     W, rank = group.size(), group.rank()
     lengths = [[8 * W, 4 * W], [4 * W, 8 * W]]
@@ -295,9 +285,3 @@ def samples_with_layouts(group: dist.ProcessGroup) -> None:
     want = torch.stack([sample[:, own] for sample, own in zip(out, rows, strict=True)])
     torch.testing.assert_close(got, want, **CLOSE)
     assert region_over(group, by).layouts is None
-
-
-@exhaustive
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_samples_may_have_layouts_of_their_own(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, samples_with_layouts)

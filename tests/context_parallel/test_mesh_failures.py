@@ -19,7 +19,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import symm_cp
 from symm_cp.ops.attention import pipeline, ulysses
-from symm_cp.testing import Ranks
 from tests.context_parallel.test_methods import MIXED, mesh_2d
 from tests.exhaustive import some
 
@@ -33,8 +32,14 @@ class Fails(nn.Module):
         raise Trouble
 
 
-def fails_on_a_mesh(group: dist.ProcessGroup, names: Any, failing: int) -> None:
+@pytest.mark.parametrize("failing", some(1, of=[0, 1, 3]))
+@pytest.mark.parametrize("keys_first", some(False, of=[False, True]))
+@pytest.mark.ranks(4)
+def test_a_rank_that_fails_on_a_mesh(
+    group: dist.ProcessGroup, keys_first: bool, failing: int
+) -> None:
     """All ranks learn of a failure at once, and can use the mesh and the whole group again."""
+    names = MIXED[::-1] if keys_first else MIXED
     q = torch.randn(1, 4, 8, 4, dtype=torch.float64)
     mask = torch.ones(3, 3, dtype=torch.bool)
     trouble: list[Callable[[DeviceMesh], Any]] = [
@@ -69,12 +74,6 @@ def fails_on_a_mesh(group: dist.ProcessGroup, names: Any, failing: int) -> None:
         assert time.monotonic() - begin < 20.0  # the group's time-out is 60 seconds
 
 
-@pytest.mark.parametrize("failing", some(1, of=[0, 1, 3]))
-@pytest.mark.parametrize("keys_first", some(False, of=[False, True]))
-def test_a_rank_that_fails_on_a_mesh(ranks: Ranks, keys_first: bool, failing: int) -> None:
-    ranks.run(4, fails_on_a_mesh, MIXED[::-1] if keys_first else MIXED, failing)
-
-
 def failing_at(
     original: Callable[..., Any], call: int, kind: type[BaseException], afterwards: bool
 ) -> Callable[..., Any]:
@@ -93,7 +92,11 @@ def failing_at(
     return fails
 
 
-def fails_within_calls(group: dist.ProcessGroup, failing: int) -> None:
+@pytest.mark.parametrize("failing", some(2, of=[0, 2, 3]))
+@pytest.mark.ranks(4)
+def test_a_rank_that_fails_within_a_call_over_a_mesh(
+    group: dist.ProcessGroup, failing: int
+) -> None:
     """A rank fails before, between and after the inner calls of one call over a mesh."""
     q, mesh = torch.randn(1, 4, 8, 4, dtype=torch.float64, requires_grad=True), mesh_2d((2, 2))
 
@@ -120,8 +123,3 @@ def fails_within_calls(group: dist.ProcessGroup, failing: int) -> None:
             with mock.patch.object(where, name, fails if mine else getattr(where, name)), error:
                 step()
             assert torch.equal(step(), expected)
-
-
-@pytest.mark.parametrize("failing", some(2, of=[0, 2, 3]))
-def test_a_rank_that_fails_within_a_call_over_a_mesh(ranks: Ranks, failing: int) -> None:
-    ranks.run(4, fails_within_calls, failing)

@@ -76,25 +76,14 @@ def trains(
     assert_all_close(found, dense(given, is_causal=is_causal))
 
 
-def trains_by_heads(group: dist.ProcessGroup, length: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_attention_by_heads(group: dist.ProcessGroup, world_size: int) -> None:
+    length = 27
     W = group.size()
     for balancer in (None, symm_cp.HeadTail(length, W), symm_cp.Sequential(length, W)):
         for is_causal in (True, False):
             trains(mesh_of(group), "ulysses", balancer, is_causal=is_causal)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_attention_by_heads(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, trains_by_heads, 27)
-
-
-def trains_on_a_mesh(
-    group: dist.ProcessGroup, shape: tuple[int, int], method: tuple[str, str]
-) -> None:
-    mesh = mesh_2d(shape)
-    balancers = [None, symm_cp.Sequential(30, 4), symm_cp.PerDocumentHeadTail([7, 18], 4)]
-    for balancer in balancers:
-        trains(mesh, method, balancer, is_causal=balancer is not None)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +93,14 @@ def trains_on_a_mesh(
         of=[(shape, mix) for shape in ((2, 2), (4, 1), (1, 4)) for mix in MIXES],
     ),
 )
+@pytest.mark.ranks(4)
 def test_methods_of_two_dimensions(
-    ranks: Ranks, shape: tuple[int, int], method: tuple[str, str]
+    group: dist.ProcessGroup, shape: tuple[int, int], method: tuple[str, str]
 ) -> None:
-    ranks.run(4, trains_on_a_mesh, shape, method)
+    mesh = mesh_2d(shape)
+    balancers = [None, symm_cp.Sequential(30, 4), symm_cp.PerDocumentHeadTail([7, 18], 4)]
+    for balancer in balancers:
+        trains(mesh, method, balancer, is_causal=balancer is not None)
 
 
 def by_flex(
@@ -179,7 +172,8 @@ def test_compiled_flex_attention_by_methods(
     ranks.run(world_size, by_flex, method, shape, compiles=True)
 
 
-def holds_what_the_balancer_says(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_which_positions_the_ranks_of_a_mesh_hold(group: dist.ProcessGroup) -> None:
     for ranks in (None, [0, 2, 1, 3]):
         mesh = mesh_2d((2, 2), ranks)
         positions = torch.arange(24)
@@ -193,11 +187,8 @@ def holds_what_the_balancer_says(group: dist.ProcessGroup) -> None:
             trains(mesh, method, None, is_causal=True)
 
 
-def test_which_positions_the_ranks_of_a_mesh_hold(ranks: Ranks) -> None:
-    ranks.run(4, holds_what_the_balancer_says)
-
-
-def batches_over_a_mesh(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_batches_over_a_mesh_of_two_dimensions(group: dist.ProcessGroup) -> None:
     mesh = mesh_2d((2, 2))
     ids = torch.randint(50, (2, 22))
     batch = {"input_ids": ids, "labels": ids}
@@ -210,11 +201,8 @@ def batches_over_a_mesh(group: dist.ProcessGroup) -> None:
         symm_cp.shard_batch(mesh, batch)
 
 
-def test_batches_over_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
-    ranks.run(4, batches_over_a_mesh)
-
-
-def set_by_torchs_name(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_method_by_torchs_name(group: dist.ProcessGroup) -> None:
     mesh, given = mesh_of(group), whole(5, 8 * group.size())
     balancer = symm_cp.HeadTail(8 * group.size(), group.size())
     rows = balancer.positions(group.rank())
@@ -234,10 +222,6 @@ def set_by_torchs_name(group: dist.ProcessGroup) -> None:
     with symm_cp.context_parallel(mesh, load_balancer=balancer), exchanges() as made:
         F.scaled_dot_product_attention(*shards)
     assert not made
-
-
-def test_the_method_by_torchs_name(ranks: Ranks) -> None:
-    ranks.run(2, set_by_torchs_name)
 
 
 def chooses(group: dist.ProcessGroup) -> list[str]:
@@ -270,7 +254,8 @@ def test_auto_chooses_what_is_faster_on_all_ranks_alike(ranks: Ranks, world_size
     assert algorithms == ["ulysses"] * 2 + ["allgather"] * 4, found[0]
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_methods_that_do_not_fit_are_refused_by_name(group: dist.ProcessGroup) -> None:
     mesh, square = mesh_of(group), mesh_2d((2, 2))
     nameless = DeviceMesh("cpu", torch.arange(4).view(2, 2))
     descending = mesh_2d((2, 2), [3, 2, 1, 0])
@@ -308,11 +293,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     trains(mesh, "ulysses", None, is_causal=True)
 
 
-def test_methods_that_do_not_fit_are_refused_by_name(ranks: Ranks) -> None:
-    ranks.run(4, refuses)
-
-
-def differ(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_ranks_that_differ(group: dist.ProcessGroup, world_size: int) -> None:
     """Ranks whose methods, heads or calls differ raise clear errors, and can go on."""
     W, rank = group.size(), group.rank()
     q, x = torch.randn(1, 2 * W, 8, 4, dtype=torch.float64), torch.ones(4, 4)
@@ -336,12 +319,15 @@ def differ(group: dist.ProcessGroup) -> None:
         assert by(q, "ulysses").shape == q.shape
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_ranks_that_differ(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, differ)
-
-
-def compiled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None) -> None:
+@exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"),
+    [(2, "ulysses", None), (2, "auto", None), (4, "ulysses", None), (4, MIXED, (2, 2))],
+)
+@pytest.mark.ranks
+def test_one_compiled_function_serves_other_lengths(
+    group: dist.ProcessGroup, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend  # loads Dynamo
 
     torch._dynamo.reset()
@@ -373,18 +359,8 @@ def compiled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | Non
     assert counter.frame_count <= 2  # as with "allgather": the first call differs
 
 
-@exhaustive
-@pytest.mark.parametrize(
-    ("world_size", "method", "shape"),
-    [(2, "ulysses", None), (2, "auto", None), (4, "ulysses", None), (4, MIXED, (2, 2))],
-)
-def test_one_compiled_function_serves_other_lengths(
-    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
-) -> None:
-    ranks.run(world_size, compiled, method, shape)
-
-
-def nested(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_innermost_method_counts(group: dist.ProcessGroup) -> None:
     mesh, given = mesh_of(group), whole(9, 8 * group.size())
     balancer = symm_cp.HeadTail(8 * group.size(), group.size())
     rows = balancer.positions(group.rank())
@@ -398,7 +374,3 @@ def nested(group: dist.ProcessGroup) -> None:
     assert made == ["forward"]
     for out in (inner, outer):
         torch.testing.assert_close(out, expected, **CLOSE)
-
-
-def test_the_innermost_method_counts(ranks: Ranks) -> None:
-    ranks.run(2, nested)

@@ -250,7 +250,8 @@ def test_attention_drops_the_same_weights_at_every_world_size(ranks: Ranks) -> N
             torch.testing.assert_close(spread, alone, **CLOSE)
 
 
-def seeded_otherwise(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_other_seeds_are_refused(group: dist.ProcessGroup) -> None:
     def attend(x: torch.Tensor) -> torch.Tensor:
         heads = heads_of(x)
         return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3, is_causal=True)
@@ -269,11 +270,8 @@ def seeded_otherwise(group: dist.ProcessGroup) -> None:
         within(group, draw)
 
 
-def test_other_seeds_are_refused(ranks: Ranks) -> None:
-    ranks.run(3, seeded_otherwise)
-
-
-def seeds_inside(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_a_seed_within_the_context_is_reported(group: dist.ProcessGroup) -> None:
     def step(x: torch.Tensor) -> None:
         torch.manual_seed(4)
         F.dropout(x, 0.5)
@@ -283,10 +281,6 @@ def seeds_inside(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         within(group, lambda x: within(group, lambda y: F.dropout(x, 0.5)))
-
-
-def test_a_seed_within_the_context_is_reported(ranks: Ranks) -> None:
-    ranks.run(1, seeds_inside)
 
 
 # --- numbers that are drawn again --------------------------------------------------------------
@@ -329,7 +323,8 @@ class Recomputing(torch.autograd.Function):
         return None, ctx.body(ctx.x) * grad
 
 
-def recomputes_by_itself(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_other_checkpoints_are_refused(group: dist.ProcessGroup) -> None:
     def step(x: torch.Tensor) -> None:
         def body(y: torch.Tensor) -> torch.Tensor:
             heads = heads_of(y)
@@ -340,7 +335,3 @@ def recomputes_by_itself(group: dist.ProcessGroup) -> None:
             Recomputing.apply(body, x.requires_grad_()).sum().backward()
 
     within(group, step)
-
-
-def test_other_checkpoints_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, recomputes_by_itself)

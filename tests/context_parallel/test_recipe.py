@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
 from tests.exhaustive import exhaustive, some
@@ -54,7 +53,9 @@ def same_grads(model: nn.Module, dense: nn.Module, **limits: float) -> None:
             )
 
 
-def without_labels(group: dist.ProcessGroup, loss_by: str) -> None:
+@pytest.mark.parametrize("loss_by", ["function", "model", "two functions"])
+@pytest.mark.ranks(3)
+def test_a_rank_without_labels(group: dist.ProcessGroup, loss_by: str) -> None:
     """A rank without labels adds nothing, though a mean over no labels has NaN gradients."""
     torch.manual_seed(0)
     one: nn.Module = Mixed(sparse=False).double()
@@ -88,11 +89,6 @@ def without_labels(group: dist.ProcessGroup, loss_by: str) -> None:
     same_grads(model, one)
 
 
-@pytest.mark.parametrize("loss_by", ["function", "model", "two functions"])
-def test_a_rank_without_labels(ranks: Ranks, loss_by: str) -> None:
-    ranks.run(3, without_labels, loss_by)
-
-
 class Around(nn.Module):
     """Calls another model."""
 
@@ -104,7 +100,8 @@ class Around(nn.Module):
         return self.inner(input_ids)  # type: ignore[no-any-return]
 
 
-def tells_that_ddp_waits(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ddp_that_did_not_reduce(group: dist.ProcessGroup) -> None:
     """A parameter without a gradient stops DDP's reduction, wherever in the model DDP is."""
     ids = torch.randint(2, 7, (1, 8 * group.size()))  # `rare` has no part
     for nested, unused in ((False, False), (True, False), (False, True)):
@@ -132,11 +129,8 @@ def tells_that_ddp_waits(group: dist.ProcessGroup) -> None:
                 step()
 
 
-def test_ddp_that_did_not_reduce(ranks: Ranks) -> None:
-    ranks.run(2, tells_that_ddp_waits)
-
-
-def refuses_no_sync(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_no_sync_over_replicas_is_refused(group: dist.ProcessGroup) -> None:
     """DDP of replicas would never average what was summed over the mesh in the meantime."""
     mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "cp"))
     model = DistributedDataParallel(
@@ -152,11 +146,17 @@ def refuses_no_sync(group: dist.ProcessGroup) -> None:
             assert step.loss.isfinite()
 
 
-def test_no_sync_over_replicas_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_no_sync)
-
-
-def trains_llama(group: dist.ProcessGroup, method: Any) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "method"),
+    some(
+        (2, None),
+        of=[(1, None), (2, None), (2, "ulysses"), (3, None), (4, ("allgather", "ulysses"))],
+    ),
+)
+@pytest.mark.ranks
+def test_a_model_that_computes_its_loss(
+    group: dist.ProcessGroup, world_size: int, method: Any
+) -> None:
     """A model that computes its loss: compares weights after three steps, and steps' results."""
     model, dense = (model_of("LlamaForCausalLM", sliding_window=None) for _ in range(2))
     ids = torch.randint(2, 31, (2, 12 * group.size()), generator=torch.Generator().manual_seed(3))
@@ -188,17 +188,6 @@ def trains_llama(group: dist.ProcessGroup, method: Any) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "method"),
-    some(
-        (2, None),
-        of=[(1, None), (2, None), (2, "ulysses"), (3, None), (4, ("allgather", "ulysses"))],
-    ),
-)
-def test_a_model_that_computes_its_loss(ranks: Ranks, world_size: int, method: Any) -> None:
-    ranks.run(world_size, trains_llama, method)
-
-
 class Mixed(nn.Module):
     """Attention, and a table that only one rank needs; takes no positions."""
 
@@ -215,7 +204,9 @@ class Mixed(nn.Module):
         return out.transpose(1, 2).flatten(2) @ self.embed.weight.T
 
 
-def sums_what_one_rank_has(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_steps_that_differ_from_rank_to_rank(group: dist.ProcessGroup, world_size: int) -> None:
     mesh = mesh_of(group)
     torch.manual_seed(0)
     model = Mixed().double()
@@ -272,12 +263,9 @@ def sums_what_one_rank_has(group: dist.ProcessGroup) -> None:
     run(model, batch, lambda step: step.loss.backward(), **options)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_steps_that_differ_from_rank_to_rank(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sums_what_one_rank_has)
-
-
-def trains_others(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_encoders_and_decoders(group: dist.ProcessGroup) -> None:
     """RoBERTa, which makes its own positions, with the user's loss; T5, with two lengths."""
     ids = torch.randint(2, 31, (2, 8 * group.size()), generator=torch.Generator().manual_seed(3))
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -309,8 +297,3 @@ def trains_others(group: dist.ProcessGroup) -> None:
             step.loss.backward()
         torch.testing.assert_close(step.loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
         same_grads(model, dense, rtol=1e-4, atol=1e-5)
-
-
-@exhaustive
-def test_encoders_and_decoders(ranks: Ranks) -> None:
-    ranks.run(2, trains_others)

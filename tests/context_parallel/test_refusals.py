@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.ops import error_reports
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.patience import patient
 
@@ -69,7 +68,9 @@ def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
     }
 
 
-def refused_by_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_peers_hear_of_a_refusal_at_once(group: dist.ProcessGroup, world_size: int) -> None:
     mesh = mesh_of(group)
     for name, (call, why) in calls(mesh).items():
         call(False)
@@ -82,12 +83,8 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
         call(False)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_peers_hear_of_a_refusal_at_once(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused_by_one)
-
-
-def recomputed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_end_of_a_recomputation_is_no_refusal(group: dist.ProcessGroup) -> None:
     """A checkpoint ends its recomputation by an exception, which is not told as a refusal."""
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     told: list[BaseException] = []
@@ -100,7 +97,3 @@ def recomputed(group: dist.ProcessGroup) -> None:
     finally:
         error_reports.refuse = refuse
     assert told == []
-
-
-def test_the_end_of_a_recomputation_is_no_refusal(ranks: Ranks) -> None:
-    ranks.run(2, recomputed)

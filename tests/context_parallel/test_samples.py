@@ -11,15 +11,34 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import assert_all_close, mesh_of
 from tests.exhaustive import some
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
-def layouts_of_samples(group: dist.ProcessGroup, seed: int) -> None:
+def attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    mask: torch.Tensor | BlockMask | None,
+    causal: bool,
+) -> list[torch.Tensor]:
+    inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    if isinstance(mask, BlockMask):
+        out = flex_attention(*inputs, block_mask=mask)
+    else:
+        out = F.scaled_dot_product_attention(*inputs, mask, is_causal=causal)
+    assert isinstance(out, torch.Tensor)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_documents_of_each_sample(group: dist.ProcessGroup, world_size: int) -> None:
     # A group of its own: which layouts were used goes with the group.
+    seed = int(torch.randint(1 << 30, ()))
     group = dist.new_group(list(range(group.size())))
     mesh, W, rank = mesh_of(group), group.size(), group.rank()
     documents = [[8 * W, 16 * W], [24 * W], [6 * W, 2 * W, 16 * W]]
@@ -66,29 +85,8 @@ def layouts_of_samples(group: dist.ProcessGroup, seed: int) -> None:
     assert torch.equal(local["position_ids"], rows)
 
 
-def attended(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    mask: torch.Tensor | BlockMask | None,
-    causal: bool,
-) -> list[torch.Tensor]:
-    inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    if isinstance(mask, BlockMask):
-        out = flex_attention(*inputs, block_mask=mask)
-    else:
-        out = F.scaled_dot_product_attention(*inputs, mask, is_causal=causal)
-    assert isinstance(out, torch.Tensor)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-
-
-@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
-def test_documents_of_each_sample(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, layouts_of_samples, int(torch.randint(1 << 30, ())))
-
-
-def refuses_layouts_of_samples(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_where_layouts_of_samples_are_refused(group: dist.ProcessGroup) -> None:
     mesh, q = mesh_of(group), torch.randn(2, 1, 8, 8)
     balancer = symm_cp.PerDocumentHeadTail([[4, 12], [16]], 2)
     one = symm_cp.PerDocumentHeadTail([[4, 12]], 2)
@@ -102,7 +100,3 @@ def refuses_layouts_of_samples(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="has 1 samples, PerDocument"):
             F.scaled_dot_product_attention(q[:1], q[:1], q[:1])
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-def test_where_layouts_of_samples_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_layouts_of_samples)

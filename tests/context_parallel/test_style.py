@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.attention_reference import Problem
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
 from tests.context_parallel.test_methods import MIXED, exchanges, mesh_2d
@@ -39,7 +38,17 @@ class Block(nn.Module):
         return self.attention(q, k, v)
 
 
-def styled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None) -> None:
+METHODS = [(2, "ulysses", None), (4, "ulysses", None), (4, MIXED, (2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"),
+    some((2, None, None), METHODS[0], of=[*((W, None, None) for W in (1, 2, 3, 4)), *METHODS]),
+)
+@pytest.mark.ranks
+def test_style_needs_no_context(
+    group: dist.ProcessGroup, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
     W = group.size()
     given, mesh = whole(11, 10 * W), mesh_of(group) if shape is None else mesh_2d(shape)
     for balancer in (None, symm_cp.Sequential(10 * W, W)):
@@ -60,20 +69,8 @@ def styled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None)
     assert torch.equal(full, F.scaled_dot_product_attention(*given[:3], is_causal=True))
 
 
-METHODS = [(2, "ulysses", None), (4, "ulysses", None), (4, MIXED, (2, 2))]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "method", "shape"),
-    some((2, None, None), METHODS[0], of=[*((W, None, None) for W in (1, 2, 3, 4)), *METHODS]),
-)
-def test_style_needs_no_context(
-    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
-) -> None:
-    ranks.run(world_size, styled, method, shape)
-
-
-def style_errors(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_style_refuses_what_it_was_not_made_for(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     with pytest.raises(ValueError, match="seq_dim=1 must be 2"):
         symm_cp.ContextParallel(1)
@@ -92,11 +89,9 @@ def style_errors(group: dist.ProcessGroup) -> None:
         block(q, q, q)
 
 
-def test_style_refuses_what_it_was_not_made_for(ranks: Ranks) -> None:
-    ranks.run(2, style_errors)
-
-
-def dtensors(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_dtensors_keep_their_placement(group: dist.ProcessGroup, world_size: int) -> None:
     W, mesh = group.size(), mesh_of(group)
     given = whole(13, 8 * W)
     rows = symm_cp.HeadTail(8 * W, W).positions(group.rank())
@@ -126,12 +121,8 @@ def dtensors(group: dist.ProcessGroup) -> None:
         symm_cp.all_gather_attention(shards[0], *tensors[1:], group=group)
 
 
-@WORLD_SIZES
-def test_dtensors_keep_their_placement(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, dtensors)
-
-
-def heads_over_another_dimension(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_tensor_parallel_heads_and_a_context_parallel_sequence(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp", "tp"))
     cp, tp = (mesh.get_local_rank(name) for name in ("cp", "tp"))
     given = whole(17, 12)
@@ -146,11 +137,8 @@ def heads_over_another_dimension(group: dist.ProcessGroup) -> None:
     assert_all_close([out.to_local().detach(), *grads], mine[:4])
 
 
-def test_tensor_parallel_heads_and_a_context_parallel_sequence(ranks: Ranks) -> None:
-    ranks.run(4, heads_over_another_dimension)
-
-
-def sinks_over_another_dimension(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_sinks_and_biases_of_tensor_parallel_heads(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp", "tp"))
     cp, tp = (mesh.get_local_rank(name) for name in ("cp", "tp"))
     q, k, v, grad = (t.double() for t in whole(17, 12))
@@ -182,11 +170,9 @@ def sinks_over_another_dimension(group: dist.ProcessGroup) -> None:
         symm_cp.all_gather_attention(*tensors, **dropout, **options)
 
 
-def test_sinks_and_biases_of_tensor_parallel_heads(ranks: Ranks) -> None:
-    ranks.run(4, sinks_over_another_dimension)
-
-
-def direct(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_documents_and_windows_for_direct_use(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     documents = [9, 4, 8 * W]
     length = sum(documents)
@@ -211,8 +197,3 @@ def direct(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(lse, scores.logsumexp(-1)[:, :, rows], **CLOSE)
     with pytest.raises(TypeError, match=r"all_gather_attention: cu_seqlens must .* ints, has 9\.5"):
         symm_cp.all_gather_attention(out, out, out, group=group, cu_seqlens=[0, 9.5])  # type: ignore[list-item]
-
-
-@WORLD_SIZES
-def test_documents_and_windows_for_direct_use(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, direct)

@@ -136,8 +136,16 @@ def test_documents_are_those_of_one_process(
     ranks.run(world_size, attends, layout, method, seed)
 
 
-def compiles(group: dist.ProcessGroup, backend: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    some((2, "aot_eager"), of=[(2, "inductor"), *((W, "aot_eager") for W in (1, 2, 3, 4))]),
+)
+@pytest.mark.ranks
+def test_compiled_calls_are_in_one_graph(
+    group: dist.ProcessGroup, world_size: int, backend: str
+) -> None:
     """One graph is enough for all layouts and documents."""
+    seed = int(torch.randint(2**31, ()))
     torch.manual_seed(seed)
     torch.compiler.reset()
     before = graphs()
@@ -152,15 +160,14 @@ def compiles(group: dist.ProcessGroup, backend: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend"),
-    some((2, "aot_eager"), of=[(2, "inductor"), *((W, "aot_eager") for W in (1, 2, 3, 4))]),
+    ("world_size", "of_samples"), some((2, True), (3, False), of=pairs((1, 2, 3, 4), (True, False)))
 )
-def test_compiled_calls_are_in_one_graph(ranks: Ranks, world_size: int, backend: str) -> None:
-    ranks.run(world_size, compiles, backend, int(torch.randint(2**31, ())))
-
-
-def in_a_row(group: dist.ProcessGroup, of_samples: bool, seed: int) -> None:
+@pytest.mark.ranks
+def test_samples_may_be_in_a_row(
+    group: dist.ProcessGroup, world_size: int, of_samples: bool
+) -> None:
     """A batch whose samples are cut, and which the model then flattens."""
+    seed = int(torch.randint(2**31, ()))
     torch.manual_seed(seed)
     torch.compiler.reset()
     W, rank = group.size(), group.rank()
@@ -180,13 +187,6 @@ def in_a_row(group: dist.ProcessGroup, of_samples: bool, seed: int) -> None:
             ((3, 2), compiled if of_samples else attention),
         ):
             check(given, rows, cu_seq, window, None, function)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "of_samples"), some((2, True), (3, False), of=pairs((1, 2, 3, 4), (True, False)))
-)
-def test_samples_may_be_in_a_row(ranks: Ranks, world_size: int, of_samples: bool) -> None:
-    ranks.run(world_size, in_a_row, of_samples, int(torch.randint(2**31, ())))
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -241,7 +241,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def trains(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_a_model_trains_as_in_one_process(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = int(torch.randint(2**31, ()))
     torch.manual_seed(seed)
     lengths = [9, 30, 1, 24]
     ids = torch.randint(50, (1, sum(lengths)))
@@ -266,15 +269,11 @@ def trains(group: dist.ProcessGroup, seed: int) -> None:
     assert_all_close(grads, expected)
 
 
-@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
-def test_a_model_trains_as_in_one_process(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, trains, int(torch.randint(2**31, ())))
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_cannot_be_served_is_refused(group: dist.ProcessGroup) -> None:
     W = group.size()
     torch.manual_seed(5)
     q, k, whole = torch.randn(8, HEADS, 4), torch.randn(8, KEY_HEADS, 4), cumulative([3, 8 * W - 3])
@@ -318,21 +317,14 @@ def refuses(group: dist.ProcessGroup) -> None:
         varlen_attn(q, q, q, own, own, 8, 8)  # outside of a context: torch's own
 
 
-def test_what_cannot_be_served_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def one_rank_has_another(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_peers_hear_of_a_refusal_at_once(group: dist.ProcessGroup) -> None:
     q, whole = torch.randn(8, HEADS, 4), cumulative([3, 8 * group.size() - 3])
     given = cumulative([3, 5]) if group.rank() == 1 else whole
     with symm_cp.context_parallel(group, load_balancer=symm_cp.HeadTail(16, group.size())):
         with pytest.raises((ValueError, RuntimeError), match="cu_seq_q ends at 8"):
             varlen_attn(q, q, q, given, given, 8, 8)
         varlen_attn(q, q, q, whole, whole, 8, 8)
-
-
-def test_peers_hear_of_a_refusal_at_once(ranks: Ranks) -> None:
-    ranks.run(2, one_rank_has_another)
 
 
 def on_one_rank(group: dist.ProcessGroup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
+from tests.ops.refusals import Wrong, check_refusals
 from tests.ops.test_errors import works
 
 
@@ -34,7 +33,7 @@ def _linear_attention(*, group: Any, **changed: Any) -> object:
     return symm_cp.gated_linear_attention(**named, group=group)
 
 
-def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Callable[[], object]]]:
+def bad_calls(group: dist.ProcessGroup) -> list[Wrong]:
     """Bad calls and their errors, which name the op, the argument and the requirement."""
     W = group.size()
     x, rows, weight = torch.randn(1, 2 * W, 2 * W, 2), torch.randn(1, 2, 3), torch.randn(3, 4 * W)
@@ -107,26 +106,16 @@ def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Call
     ]  # fmt: skip
 
 
-def refused_by(group: dist.ProcessGroup, ranks: list[int]) -> None:
-    """Some ranks make bad calls while the others make good ones; the others are told at once."""
-    mine, good = group.rank() in ranks, torch.randn(1, 2 * group.size(), 2, 2)
-    for kind, message, call in bad_calls(group):
-        if mine:
-            with pytest.raises(kind, match=message):
-                call()
-        else:
-            with pytest.raises(RuntimeError, match=f"{kind.__name__} on rank {ranks[0]}: "):
-                symm_cp.sequence_to_heads(good, group=group)
-        works(group)
-
-
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_arguments_of_the_wrong_kind(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused_by, list(range(world_size)))
-    ranks.run(world_size, refused_by, [0])
+@pytest.mark.ranks
+def test_arguments_of_the_wrong_kind(group: dist.ProcessGroup, world_size: int) -> None:
+    x = torch.randn(1, 2 * world_size, 2, 2)
+    check_refusals(group, lambda: symm_cp.sequence_to_heads(x, group=group), bad_calls(group))
 
 
-def on_meshes(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+@pytest.mark.ranks
+def test_meshes_of_the_wrong_dimension(group: dist.ProcessGroup, world_size: int) -> None:
     """Meshes of too many or too few dimensions are refused."""
     mesh = init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("a", "b"))
     x, rows, weight = torch.randn(1, 4, 4, 2), torch.randn(1, 2, 3), torch.randn(3, 8)
@@ -159,8 +148,3 @@ def on_meshes(group: dist.ProcessGroup) -> None:
             symm_cp.all_gather_attention(x, x, x, group=on, method=mixed)
         works(group)
     symm_cp.all_gather_attention(x, x, x, group=mesh, method=("ulysses", "allgather"))
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_meshes_of_the_wrong_dimension(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, on_meshes)

@@ -41,7 +41,9 @@ def works(group: dist.ProcessGroup) -> None:
     assert torch.equal(total, torch.full((50,), sum(range(1, group.size() + 1)) * 1.0))
 
 
-def refused_by_one(group: dist.ProcessGroup) -> None:
+@SIZES
+@pytest.mark.ranks
+def test_arguments_that_one_rank_refuses(group: dist.ProcessGroup, world_size: int) -> None:
     """A refusal is reported to peers at once, in the first call and later; all stay in step."""
     own, x = fresh(group), torch.ones(4, 6)
     for _ in range(3):
@@ -52,11 +54,6 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
         assert bad or "ValueError on rank 0" in str(caught.value)
         assert time.monotonic() - begin < patient(2)
         works(own)
-
-
-@SIZES
-def test_arguments_that_one_rank_refuses(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused_by_one)
 
 
 def refused_twice(group: dist.ProcessGroup) -> None:
@@ -84,7 +81,8 @@ def test_refusals_of_several_calls_before_anybody_has_called(ranks: Ranks) -> No
         assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
 
 
-def differ_after_a_refusal(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_other_calls_after_a_refusal(group: dist.ProcessGroup) -> None:
     """Rank 1 refuses a call like one that worked, then makes a different call from rank 0."""
     own = fresh(group)
     works(own)
@@ -96,14 +94,12 @@ def differ_after_a_refusal(group: dist.ProcessGroup) -> None:
     works(own)
 
 
-def test_other_calls_after_a_refusal(ranks: Ranks) -> None:
-    ranks.run(2, differ_after_a_refusal)
-
-
 LATE = "(timed out after|within the timeout of|within) 300 ms"
 
 
-def missed(group: dist.ProcessGroup, first: bool) -> None:
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.ranks(2)
+def test_a_call_that_only_one_rank_made(group: dist.ProcessGroup, first: bool) -> None:
     """Rank 1 makes a call that rank 0 does not make; it times out, and the group refuses calls."""
     own = fresh(group)
     if not first:
@@ -134,11 +130,6 @@ def missed(group: dist.ProcessGroup, first: bool) -> None:
     works(fresh(group))
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_a_call_that_only_one_rank_made(ranks: Ranks, first: bool) -> None:
-    ranks.run(2, missed, first)
-
-
 def missed_before_hosts_are_known(group: dist.ProcessGroup) -> None:
     """Rank 1 waits in vain for rank 0 to write to the store on which host it is."""
     own = dist.new_group([0, 1], backend="gloo", timeout=datetime.timedelta(seconds=1))
@@ -156,17 +147,6 @@ def missed_before_hosts_are_known(group: dist.ProcessGroup) -> None:
 def test_the_first_call_that_only_one_rank_made(ranks: Ranks) -> None:
     with ranks.own(2, missed_before_hosts_are_known) as running:
         assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
-
-
-def interrupted(group: dist.ProcessGroup, new_host: bool) -> None:
-    """Ctrl-C ends a wait in the first call and in a later one."""
-    own = fresh(group)
-    if new_host:  # so no rank knows yet which hosts the others are on
-        os.environ["SYMM_CP_HOST"] = own.group_name
-    try:
-        interrupted_twice(own, group)
-    finally:
-        os.environ.pop("SYMM_CP_HOST", None)
 
 
 @contextlib.contextmanager
@@ -200,11 +180,21 @@ def interrupted_twice(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("new_host", [False, True], ids=["known host", "new host"])
-def test_ctrl_c(ranks: Ranks, new_host: bool) -> None:
-    ranks.run(2, interrupted, new_host)
+@pytest.mark.ranks(2)
+def test_ctrl_c(group: dist.ProcessGroup, new_host: bool) -> None:
+    """Ctrl-C ends a wait in the first call and in a later one."""
+    own = fresh(group)
+    if new_host:  # so no rank knows yet which hosts the others are on
+        os.environ["SYMM_CP_HOST"] = own.group_name
+    try:
+        interrupted_twice(own, group)
+    finally:
+        os.environ.pop("SYMM_CP_HOST", None)
 
 
-def interrupted_kernels(group: dist.ProcessGroup) -> None:
+@SIZES
+@pytest.mark.ranks
+def test_ctrl_c_in_a_kernel(group: dist.ProcessGroup, world_size: int) -> None:
     """Peers that wait for a rank's kernel hear of its Ctrl-C."""
     own = fresh(group)
     works(own)
@@ -222,12 +212,8 @@ def interrupted_kernels(group: dist.ProcessGroup) -> None:
         works(own)
 
 
-@SIZES
-def test_ctrl_c_in_a_kernel(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, interrupted_kernels)
-
-
-def interrupted_transfers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ctrl_c_in_transfers(group: dist.ProcessGroup) -> None:
     """Interrupted waits end at once, for earlier transfers, too; these go on in the background."""
     own = fresh(group)
     works(own)  # the ranks know each other's hosts
@@ -255,11 +241,9 @@ def interrupted_transfers(group: dist.ProcessGroup) -> None:
         assert rank != 0 or all(torch.equal(each, again[0]) for each in again)
 
 
-def test_ctrl_c_in_transfers(ranks: Ranks) -> None:
-    ranks.run(2, interrupted_transfers)
-
-
-def opposite_order(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_first_uses_in_any_order(group: dist.ProcessGroup, world_size: int) -> None:
     """Asynchronous ops of two groups, which rank 0 first uses in the opposite order."""
     for elements in (1 << 10, 1 << 18, 1 << 19):  # small ones, large ones, and growth
         groups = [fresh(group), fresh(group)]
@@ -271,12 +255,9 @@ def opposite_order(group: dist.ProcessGroup) -> None:
             assert parts[:, 0].tolist() == list(range(group.size()))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_first_uses_in_any_order(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, opposite_order)
-
-
-def in_two_threads(group: dist.ProcessGroup, pause: float) -> None:
+@pytest.mark.parametrize("pause", some(1.0, of=[0.01, 0.1, 1.0, 3.0]))
+@pytest.mark.ranks(2)
+def test_threads_whose_first_calls_are_far_apart(group: dist.ProcessGroup, pause: float) -> None:
     """Each thread uses its own channel; the channel used first differs between the ranks."""
     own = dist.new_group(list(range(group.size())), backend="symm_cp")
     x, errors = torch.full((50,), 1.0), []
@@ -302,12 +283,8 @@ def in_two_threads(group: dist.ProcessGroup, pause: float) -> None:
     works(own)
 
 
-@pytest.mark.parametrize("pause", some(1.0, of=[0.01, 0.1, 1.0, 3.0]))
-def test_threads_whose_first_calls_are_far_apart(ranks: Ranks, pause: float) -> None:
-    ranks.run(2, in_two_threads, pause)
-
-
-def calls_of_two_threads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_threads_that_share_a_group(group: dist.ProcessGroup) -> None:
     """As when a checkpoint is saved in the background over the group of training."""
     own, x = dist.new_group(list(range(group.size())), backend="symm_cp"), torch.ones(3)
     thread = threading.Thread(target=dist.all_reduce, args=(x,), kwargs={"group": own})
@@ -318,10 +295,6 @@ def calls_of_two_threads(group: dist.ProcessGroup) -> None:
     advice = r"another thread of (this rank|rank \d) uses the group: give it one of its own"
     with pytest.raises(RuntimeError, match=rf"ranks disagree: .*{advice}"):
         call(x, group=own)
-
-
-def test_threads_that_share_a_group(ranks: Ranks) -> None:
-    ranks.run(2, calls_of_two_threads)
 
 
 def in_other_channels(group: dist.ProcessGroup) -> float:
@@ -339,7 +312,8 @@ def test_first_calls_that_disagree_are_told_later(ranks: Ranks) -> None:
         assert 5 < seconds < patient(15)
 
 
-def forked(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_forked_child_is_no_rank(group: dist.ProcessGroup) -> None:
     own = fresh(group)
     works(own)
     read, write = os.pipe()
@@ -361,11 +335,8 @@ def forked(group: dist.ProcessGroup) -> None:
     works(own)
 
 
-def test_a_forked_child_is_no_rank(ranks: Ranks) -> None:
-    ranks.run(2, forked)
-
-
-def without_descriptors(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_too_few_file_descriptors(group: dist.ProcessGroup) -> None:
     own = fresh(group)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if own.rank() == 1:
@@ -380,7 +351,3 @@ def without_descriptors(group: dist.ProcessGroup) -> None:
     assert time.monotonic() - begin < patient(2)
     dist.barrier(group)
     works(own)
-
-
-def test_too_few_file_descriptors(ranks: Ranks) -> None:
-    ranks.run(2, without_descriptors)

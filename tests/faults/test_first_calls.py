@@ -71,7 +71,12 @@ def test_a_late_peer_is_not_a_dead_one(ranks: Ranks, make: Callable[..., torch.T
         assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
 
 
-def refused_by_one(group: dist.ProcessGroup, name: str) -> None:
+OPS = sorted((*strange.RAW, *strange.ENTRY_POINTS))
+
+
+@pytest.mark.parametrize("name", some(*OPS[::7], of=OPS))
+@pytest.mark.ranks(2)
+def test_a_refusal_waits_for_nobody(group: dist.ProcessGroup, name: str) -> None:
     """Rank 0 refuses the first call of a group, while the other has not come to it."""
     op = strange.ALL[name]
     # If the user names the hosts, a group does not learn them from another group.
@@ -94,15 +99,9 @@ def refused_by_one(group: dist.ProcessGroup, name: str) -> None:
         assert isinstance(after, list), after
 
 
-OPS = sorted((*strange.RAW, *strange.ENTRY_POINTS))
-
-
-@pytest.mark.parametrize("name", some(*OPS[::7], of=OPS))
-def test_a_refusal_waits_for_nobody(ranks: Ranks, name: str) -> None:
-    ranks.run(2, refused_by_one, name)
-
-
-def in_threads(group: dist.ProcessGroup, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.ranks(2)
+def test_threads_make_the_first_calls(group: dist.ProcessGroup, count: int) -> None:
     """Threads make equal calls, so any thread's call may meet any of a peer's."""
     for _ in range(12):
         own = dist.new_group(list(range(group.size())), timeout=datetime.timedelta(seconds=30))
@@ -115,8 +114,3 @@ def in_threads(group: dist.ProcessGroup, count: int) -> None:
         with ThreadPoolExecutor(count) as pool:
             for found in [pool.submit(work) for _ in range(count)]:
                 assert found.result() == [[2.0 * group.size()] * 3] * 5
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_threads_make_the_first_calls(ranks: Ranks, count: int) -> None:
-    ranks.run(2, in_threads, count)

@@ -164,7 +164,9 @@ def test_a_call_that_works_says_that_none_was_missed(ranks: Ranks) -> None:
         assert all("ranks disagree" in text for text in texts)
 
 
-def mistakes(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_mistakes_of_ranks_in_turn_shift_nothing(group: dist.ProcessGroup, world_size: int) -> None:
     """Each rank in turn makes a mistake of its own; no rank has missed a call."""
     own = dist.new_group(list(range(group.size())))
     rank, W = own.rank(), own.size()
@@ -174,8 +176,3 @@ def mistakes(group: dist.ProcessGroup) -> None:
             at_once(torch.ones(rows), own)
     for number in range(3):
         assert at_once(torch.full((4,), float(number)), own).tolist() == [W * number] * 4
-
-
-@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
-def test_mistakes_of_ranks_in_turn_shift_nothing(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, mistakes)

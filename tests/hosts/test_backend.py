@@ -70,7 +70,9 @@ def test_meshes_have_shared_memory_within_a_host(ranks: Ranks) -> None:
             assert running.hear_all() == [["gloo", BACKEND]] * 4
 
 
-def hybrid(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(4)
+def test_hybrid_sharding(group: dist.ProcessGroup) -> None:
     """FSDP within a host, replicas between hosts."""
     results = []
     for backend, of_ranks in (("gloo", "0000"), (BACKEND, "0011")):
@@ -78,8 +80,3 @@ def hybrid(group: dist.ProcessGroup) -> None:
         with on_hosts(group, of_ranks), world(group, backend):
             results.append(sharded.hsdp())
     assert_same(*results)
-
-
-@exhaustive
-def test_hybrid_sharding(ranks: Ranks) -> None:
-    ranks.run(4, hybrid)

@@ -125,16 +125,14 @@ def sums(group: dist.ProcessGroup) -> list[torch.Tensor]:
     return results
 
 
-def same_bits(group: dist.ProcessGroup, of_ranks: str) -> None:
+@pytest.mark.ranks(4)
+def test_sums_have_the_bits_of_one_host(group: dist.ProcessGroup) -> None:
+    of_ranks = "0001"
     state = torch.get_rng_state()
     together = sums(group)
     torch.set_rng_state(state)
     for one, other in zip(together, run_apart(group, of_ranks, sums), strict=True):
         assert torch.equal(one, other)
-
-
-def test_sums_have_the_bits_of_one_host(ranks: Ranks) -> None:
-    ranks.run(4, same_bits, "0001")
 
 
 def needs_one_host(group: dist.ProcessGroup) -> None:

@@ -152,26 +152,6 @@ def step(
     return Result(loss, unsharded, whole_grads(model))
 
 
-def steps_as_in_one_process(
-    group: dist.ProcessGroup,
-    names: list[str],
-    dp: int,
-    fsdp: bool,
-    backend: str,
-    layout: str,
-    method: Any,
-) -> None:
-    options = {"load_balancer": getattr(symm_cp, layout), "method": method}
-    for name in names:  # FSDP's plugin keeps the class of the first model's layers
-        with accelerating(group, backend, **options):
-            accelerator = accelerator_of(group.size() // dp, dp, fsdp=fsdp)
-            for kind in ({}, {"padding": "right"}, {"documents": [9, 15]}):
-                client, batch = CLIENTS[name], causal_batch(24, **kind)
-                expected = in_one_process(client, batch)
-                actual = step(accelerator, client, batch)
-                assert_same(actual, expected, batch, client.tolerance)
-
-
 def compiled_steps(group: dist.ProcessGroup, name: str, fsdp: bool, regional: bool) -> None:
     """Steps of a model that accelerate compiles, whole or layer by layer."""
     torch._dynamo.reset()
@@ -239,17 +219,26 @@ def test_trainers_losses_and_weights_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("world_size", "names", "dp", "fsdp", "backend", "layout", "method"), some(CASES[0], of=CASES)
 )
+@pytest.mark.ranks
 def test_losses_and_gradients_are_those_of_one_process(
-    ranks: Ranks,
+    group: dist.ProcessGroup,
     world_size: int,
     names: list[str],
     dp: int,
     fsdp: bool,
     backend: str,
     layout: str,
-    method: str | None,
+    method: Any,
 ) -> None:
-    ranks.run(world_size, steps_as_in_one_process, names, dp, fsdp, backend, layout, method)
+    options = {"load_balancer": getattr(symm_cp, layout), "method": method}
+    for name in names:  # FSDP's plugin keeps the class of the first model's layers
+        with accelerating(group, backend, **options):
+            accelerator = accelerator_of(group.size() // dp, dp, fsdp=fsdp)
+            for kind in ({}, {"padding": "right"}, {"documents": [9, 15]}):
+                client, batch = CLIENTS[name], causal_batch(24, **kind)
+                expected = in_one_process(client, batch)
+                actual = step(accelerator, client, batch)
+                assert_same(actual, expected, batch, client.tolerance)
 
 
 class Plain(nn.Module):
@@ -264,7 +253,9 @@ class Plain(nn.Module):
         return F.scaled_dot_product_attention(*qkv, is_causal=True)
 
 
-def runs_other_models_and_methods(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_other_models_and_methods(group: dist.ProcessGroup) -> None:
     """Runs a plain model with a chosen rotation method, which is reset; refuses a wrong buffer."""
     ids = torch.randint(31, (2, 6 * group.size()))
     with accelerating(group, "symm_cp"):
@@ -294,11 +285,8 @@ def runs_other_models_and_methods(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_other_models_and_methods(ranks: Ranks) -> None:
-    ranks.run(2, runs_other_models_and_methods)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_what_it_cannot_do_is_refused(group: dist.ProcessGroup) -> None:
     with accelerating(group, "symm_cp"):
         with pytest.raises(ValueError, match=r"uses 1 of 4 processes.* ACCELERATE_USE_CPU=true"):
             Accelerator(parallelism_config=ParallelismConfig(cp_size=group.size()))
@@ -329,11 +317,6 @@ def refuses(group: dist.ProcessGroup) -> None:
             parallelism_config=ParallelismConfig(cp_size=group.size()),
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1),
         )
-
-
-@exhaustive
-def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
-    ranks.run(4, refuses)
 
 
 def test_enabling_can_be_repeated_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:

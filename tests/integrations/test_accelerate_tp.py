@@ -56,7 +56,17 @@ def loaded_by_transformers(client: Client, accelerator: Accelerator) -> nn.Modul
 SPLIT = {"symm_cp": split_by_symm_cp, "transformers": loaded_by_transformers}
 
 
-def steps_as_in_one_process(
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("Llama", "symm_cp", "gloo", {}),
+    ("Mistral", "symm_cp", "symm_cp", {"load_balancer": symm_cp.Sequential, "method": "ulysses"}),
+    ("Llama", "transformers", "symm_cp", {}),
+    ("Qwen3", "transformers", "gloo", {"method": "auto"}),
+]
+
+
+@pytest.mark.parametrize(("name", "split", "backend", "options"), some(CASES[0], of=CASES))
+@pytest.mark.ranks(4)
+def test_losses_and_gradients_are_those_of_one_process(
     group: dist.ProcessGroup, name: str, split: str, backend: str, options: dict[str, Any]
 ) -> None:
     client = CLIENTS[name]
@@ -70,21 +80,6 @@ def steps_as_in_one_process(
             model = SPLIT[split](client, accelerator)
             actual = step(accelerator, client, batch, model)
             assert_same(actual, expected, batch, client.tolerance)
-
-
-CASES: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("Llama", "symm_cp", "gloo", {}),
-    ("Mistral", "symm_cp", "symm_cp", {"load_balancer": symm_cp.Sequential, "method": "ulysses"}),
-    ("Llama", "transformers", "symm_cp", {}),
-    ("Qwen3", "transformers", "gloo", {"method": "auto"}),
-]
-
-
-@pytest.mark.parametrize(("name", "split", "backend", "options"), some(CASES[0], of=CASES))
-def test_losses_and_gradients_are_those_of_one_process(
-    ranks: Ranks, name: str, split: str, backend: str, options: dict[str, Any]
-) -> None:
-    ranks.run(4, steps_as_in_one_process, name, split, backend, options)
 
 
 class SplitTrainer(Trainer):
@@ -114,7 +109,9 @@ def test_trainers_losses_and_weights_are_those_of_one_process(ranks: Ranks) -> N
     same_training(results(ranks, 4, trains, name), wanted)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(4)
+def test_what_it_cannot_do_is_refused(group: dist.ProcessGroup) -> None:
     with accelerating(group, "symm_cp"):
         with pytest.raises(ValueError, match=r"tp_size=2 with cp_size=2 requires an fsdp_plugin"):
             accelerator_of(2, 1, fsdp=False, tp_size=2)
@@ -136,8 +133,3 @@ def refuses(group: dist.ProcessGroup) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match="cpu_ram_efficient_loading=True, must be False"):
             accelerator.prepare(model, optimizer)
-
-
-@exhaustive
-def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
-    ranks.run(4, refuses)

@@ -60,7 +60,8 @@ def test_a_warm_step_calls_few_functions(ranks: Ranks) -> None:
     assert counts.total() < MOST_CALLS, f"{counts.total()} calls:\n{most}"
 
 
-def sees_the_same(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_region_sees_the_same_without_its_filter(group: dist.ProcessGroup) -> None:
     """Without Python's headers there is no filter, and Python sees each function."""
     client = Client("Llama").having(attention_dropout=0.2)
     ids = torch.randint(0, 50, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -91,7 +92,3 @@ def sees_the_same(group: dist.ProcessGroup) -> None:
         results.append([step.loss.detach(), *(p.grad for p in model.parameters())])
     for one, another in zip(*results, strict=True):
         assert torch.equal(one, another)
-
-
-def test_a_region_sees_the_same_without_its_filter(ranks: Ranks) -> None:
-    ranks.run(2, sees_the_same)

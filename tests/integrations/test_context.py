@@ -49,7 +49,9 @@ def implementations(model: nn.Module) -> set[str]:
 # --- equal to one process ----------------------------------------------------------------------
 
 
-def smoke(group: dist.ProcessGroup, layout: str) -> None:
+@pytest.mark.parametrize("layout", some("HeadTail", "Sequential", of=["HeadTail", "Sequential"]))
+@pytest.mark.ranks(2)
+def test_models_compute_what_they_do_in_one_process(group: dist.ProcessGroup, layout: str) -> None:
     check_client(group, LLAMA, causal_batch(30, padding="left"), layout=layout)
     mistral = Client("Mistral").having(sliding_window=9)
     check_client(group, mistral, causal_batch(30, documents=[7, 8, 15]), layout=layout)
@@ -57,11 +59,6 @@ def smoke(group: dist.ProcessGroup, layout: str) -> None:
     used = Client("Mistral", call={}).having(sliding_window=9)
     prepare = nn.Module.train
     check_client(group, used, causal_batch(30, masked=False), layout=layout, prepare=prepare)
-
-
-@pytest.mark.parametrize("layout", some("HeadTail", "Sequential", of=["HeadTail", "Sequential"]))
-def test_models_compute_what_they_do_in_one_process(ranks: Ranks, layout: str) -> None:
-    ranks.run(2, smoke, layout)
 
 
 def packs_by_cu_seq_lens(group: dist.ProcessGroup) -> None:
@@ -87,7 +84,8 @@ def test_documents_by_cu_seq_lens(ranks: Ranks) -> None:
     ranks.run(2, packs_by_cu_seq_lens)
 
 
-def takes_masks_of_the_whole(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_masks_of_the_whole_sequence(group: dist.ProcessGroup) -> None:
     batch = causal_batch(24, masked=False)
     expected = in_one_process(LLAMA, batch)
     causal = torch.ones(24, 24, dtype=torch.bool).tril()
@@ -106,14 +104,11 @@ def takes_masks_of_the_whole(group: dist.ProcessGroup) -> None:
         assert_same(found, expected_capped, batch, 2e-5)
 
 
-def test_masks_of_the_whole_sequence(ranks: Ranks) -> None:
-    ranks.run(2, takes_masks_of_the_whole)
-
-
 # --- set and restored --------------------------------------------------------------------------
 
 
-def sets_and_restores(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_implementations_are_set_and_restored(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     bart = Client("Bart", head="Model").having(
         d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16
@@ -152,11 +147,8 @@ def sets_and_restores(group: dist.ProcessGroup) -> None:
     assert implementations(permanent) == {"symm_cp"}
 
 
-def test_implementations_are_set_and_restored(ranks: Ranks) -> None:
-    ranks.run(2, sets_and_restores)
-
-
-def in_threads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_threads_share_a_model(group: dist.ProcessGroup) -> None:
     model, mesh = LLAMA.make("sdpa"), mesh_of(group)
     entered, leave = threading.Event(), threading.Event()
 
@@ -178,10 +170,6 @@ def in_threads(group: dist.ProcessGroup) -> None:
     assert implementations(model) == {"sdpa"}
 
 
-def test_threads_share_a_model(ranks: Ranks) -> None:
-    ranks.run(2, in_threads)
-
-
 # --- refused -----------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -190,7 +178,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-def refuses_models(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_models_that_are_refused(group: dist.ProcessGroup) -> None:
     for make, kind, message in REFUSED:
         model = make()
         with (
@@ -200,11 +189,8 @@ def refuses_models(group: dist.ProcessGroup) -> None:
             raise AssertionError("the context was entered")
 
 
-def test_models_that_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_models)
-
-
-def refuses_calls(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_calls_that_are_refused(group: dist.ProcessGroup) -> None:
     mesh, model = mesh_of(group), LLAMA.make("sdpa")
     ids = torch.randint(3, 60, (2, 8))
     whole = {"input_ids": ids, "position_ids": torch.arange(8).expand(2, -1)}
@@ -223,10 +209,6 @@ def refuses_calls(group: dist.ProcessGroup) -> None:
             with pytest.raises(NotImplementedError, match=message):
                 model(**options)
         model(**whole, logits_to_keep=0)
-
-
-def test_calls_that_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_calls)
 
 
 def one_rank_has_no_mask(group: dist.ProcessGroup) -> str:
@@ -250,7 +232,12 @@ def test_ranks_that_call_a_model_differently(ranks: Ranks) -> None:
 # --- checkpoints -------------------------------------------------------------------------------
 
 
-def recomputes_outside(group: dist.ProcessGroup, client: Client, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("client", [LLAMA, GEMMA], ids=lambda client: client.name)
+@pytest.mark.ranks(2)
+def test_checkpoints_recomputed_outside_of_the_context(
+    group: dist.ProcessGroup, client: Client, reentrant: bool
+) -> None:
     batch = causal_batch(24, padding="right")
     expected = in_one_process(client, batch)
     mesh, balancer = mesh_of(group), symm_cp.HeadTail(24, group.size())
@@ -269,14 +256,6 @@ def recomputes_outside(group: dist.ProcessGroup, client: Client, reentrant: bool
             assert grad is not None
             assert want is not None
             assert_near(name, grad, want, 2e-5)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("client", [LLAMA, GEMMA], ids=lambda client: client.name)
-def test_checkpoints_recomputed_outside_of_the_context(
-    ranks: Ranks, client: Client, reentrant: bool
-) -> None:
-    ranks.run(2, recomputes_outside, client, reentrant)
 
 
 # --- outside of a context ----------------------------------------------------------------------

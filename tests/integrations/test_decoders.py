@@ -92,14 +92,12 @@ def test_chunks_of_any_length(ranks: Ranks, size: int, kind: str) -> None:
     ranks.run(4, checks, CLIENTS["llama4"].having(attention_chunk_size=size), batch=kind)
 
 
-def short(group: dist.ProcessGroup, client: Client) -> None:
-    check_client(group, client, causal_batch(5))
-
-
 @exhaustive
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
-def test_one_position(ranks: Ranks, name: str) -> None:
-    ranks.run(4, short, CLIENTS[name])
+@pytest.mark.ranks(4)
+def test_one_position(group: dist.ProcessGroup, name: str) -> None:
+    client = CLIENTS[name]
+    check_client(group, client, causal_batch(5))
 
 
 @exhaustive
@@ -131,7 +129,11 @@ def errors(actual: Result, exact: Result) -> dict[str, float]:
     return {name: size(a.double() - b) / max(size(b), 1e-3) for name, (a, b) in pairs.items()}
 
 
-def errs_like_one_process(group: dist.ProcessGroup, client: Client) -> None:
+@exhaustive
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.ranks(2)
+def test_autocast(group: dist.ProcessGroup, name: str) -> None:
+    client = CLIENTS[name]
     single = replace(client, dtype=torch.float32)
     # The loss is one number, and some weights have eight.
     runs = []
@@ -145,12 +147,6 @@ def errs_like_one_process(group: dist.ProcessGroup, client: Client) -> None:
     spread = under_context_parallel(group, single, batch, balancer=balancer, around=bfloat16)
     for name, error in errors(spread, exact).items():
         assert error <= 3 * rounded[name] + 2**-9, (name, error, rounded[name])
-
-
-@exhaustive
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_autocast(ranks: Ranks, name: str) -> None:
-    ranks.run(2, errs_like_one_process, CLIENTS[name])
 
 
 # --- models that were not thought of -----------------------------------------------------------
@@ -170,20 +166,22 @@ def test_other_models(ranks: Ranks, name: str) -> None:
         ranks.run(world_size, checks, client, layout, kind)
 
 
-def refuses(group: dist.ProcessGroup, client: Client, match: str) -> None:
+@pytest.mark.parametrize("name", some("lfm2", "mamba", of=REFUSED))
+@pytest.mark.ranks(2)
+def test_refused_models(group: dist.ProcessGroup, name: str) -> None:
+    client = STRANGERS[name]
+    match = REFUSED[name]
     balancer = symm_cp.HeadTail(LENGTH, group.size())
     batch = batch_of("mask of ones")
     with pytest.raises(NotImplementedError, match=match):
         under_context_parallel(group, client, batch, balancer=balancer)
 
 
-@pytest.mark.parametrize("name", some("lfm2", "mamba", of=REFUSED))
-def test_refused_models(ranks: Ranks, name: str) -> None:
-    ranks.run(2, refuses, STRANGERS[name], REFUSED[name])
-
-
-def balances(group: dist.ProcessGroup, client: Client) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_losses_that_balance_experts(group: dist.ProcessGroup) -> None:
     """Computes the loss from all ranks' router logits, as the refusal's message suggests."""
+    client = CLIENTS["mixtral"]
     batch = batch_of("mask of ones")
     dense = client.make("eager")
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -210,11 +208,6 @@ def balances(group: dist.ProcessGroup, client: Client) -> None:
     for name, parameter in dense.named_parameters():
         if parameter.grad is not None:
             assert_near(name, grads[name], parameter.grad, 1e-4, 1e-3)
-
-
-@exhaustive
-def test_losses_that_balance_experts(ranks: Ranks) -> None:
-    ranks.run(2, balances, CLIENTS["mixtral"])
 
 
 # --- positions ---------------------------------------------------------------------------------

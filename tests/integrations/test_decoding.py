@@ -147,7 +147,9 @@ def test_a_prefix_is_reused(ranks: Ranks, world_size: int) -> None:
         assert torch.equal(third, in_one_process("llama", whole(other)))
 
 
-def refusals(group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> None:
+@pytest.mark.ranks(2)
+def test_refusals(group: dist.ProcessGroup) -> None:
+    batch = prompt(False)
     model = model_of("llama")
     cache = SpreadCache(model.config, group)
     with pytest.raises(ValueError, match=r"decoding\(model, mesh\)"):
@@ -165,7 +167,3 @@ def refusals(group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> None:
         SpreadCache(model_of("mistral").config, group)
     with pytest.raises(ValueError, match="block_size"):
         SpreadCache(model.config, group, block_size=0)
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks.run(2, refusals, prompt(False))

@@ -81,16 +81,13 @@ def test_t5(ranks: Ranks) -> None:
     ranks.run(2, translates, "t5", ["HeadTail"], [(24, 16)])
 
 
-def translates_with_a_cache(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_caches_do_no_harm(group: dist.ProcessGroup) -> None:
     """A model in training makes a cache for itself unless it is told not to."""
     batch = pair_batch(24, 16, padding=True)
     for name in ("t5", "bart"):
         check_encoder(group, replace(SEQ2SEQ[name], call={}), batch, "HeadTail")
-
-
-@exhaustive
-def test_caches_do_no_harm(ranks: Ranks) -> None:
-    ranks.run(2, translates_with_a_cache)
 
 
 LENGTHS = [(24, 16), (16, 24), (16, 16), (27, 13)]  # of the encoder's and the decoder's sequence
@@ -178,7 +175,10 @@ REFUSED: list[tuple[Client, str]] = [
 ]
 
 
-def refuses(group: dist.ProcessGroup, index: int) -> None:
+@exhaustive
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+@pytest.mark.ranks(2)
+def test_what_is_not_supported_is_refused_by_name(group: dist.ProcessGroup, index: int) -> None:
     client, message = REFUSED[index]
     by = symm_cp.HeadTail(8 * group.size(), group.size())
     model = client.make("eager")
@@ -198,13 +198,8 @@ def refuses(group: dist.ProcessGroup, index: int) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@exhaustive
-@pytest.mark.parametrize("index", range(len(REFUSED)))
-def test_what_is_not_supported_is_refused_by_name(ranks: Ranks, index: int) -> None:
-    ranks.run(2, refuses, index)
-
-
-def needs_whole_decoder_inputs(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_decoders_need_their_inputs(group: dist.ProcessGroup) -> None:
     model = SEQ2SEQ["t5"].make("sdpa")
     ids = torch.randint(3, 61, (2, 8))
     by = symm_cp.HeadTail(8 * group.size(), group.size())
@@ -219,11 +214,10 @@ def needs_whole_decoder_inputs(group: dist.ProcessGroup) -> None:
     assert all("compute_bias" not in vars(part) for part in model.modules())
 
 
-def test_decoders_need_their_inputs(ranks: Ranks) -> None:
-    ranks.run(2, needs_whole_decoder_inputs)
-
-
-def trains_on_checkpoints(group: dist.ProcessGroup, name: str) -> None:
+@exhaustive
+@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.ranks(2)
+def test_the_models_loss_with_checkpointing(group: dist.ProcessGroup, name: str) -> None:
     """Trains with the model's own loss and recomputed activations."""
     mesh, W, client = mesh_of(group), group.size(), SEQ2SEQ[name]
     batch = pair_batch(8 * W, 4 * W, padding=True)
@@ -252,12 +246,8 @@ def trains_on_checkpoints(group: dist.ProcessGroup, name: str) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_the_models_loss_with_checkpointing(ranks: Ranks, name: str) -> None:
-    ranks.run(2, trains_on_checkpoints, name)
-
-
-def allocates_no_matrix(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_t5_allocates_no_matrix_of_positions(group: dist.ProcessGroup) -> None:
     """No tensor is as large as the square of a part's length."""
     mesh, length = mesh_of(group), 512 * group.size()
     batch = pair_batch(length, length, padding=True)
@@ -279,8 +269,3 @@ def allocates_no_matrix(group: dist.ProcessGroup) -> None:
     with symm_cp.context_parallel(mesh, model=model), Watching():
         model(**local, **client.call)
     assert largest < 512 * 512, largest
-
-
-@exhaustive
-def test_t5_allocates_no_matrix_of_positions(ranks: Ranks) -> None:
-    ranks.run(2, allocates_no_matrix)

@@ -162,16 +162,13 @@ def test_a_rank_that_raises(ranks: Ranks) -> None:
     ranks.run(2, all_differ, ["raises", "raises in backward"])
 
 
-def fewer_layers_on_one_rank(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_with_fewer_layers(group: dist.ProcessGroup) -> None:
     """The difference is noticed before the first layer or, without comparison, during the step."""
     differ(group, fewer_layers, "the parameters of MistralForCausalLM differ")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SYMM_CP_COMPARE_INPUTS", "0")
         all_differ(group, ["layers"])
-
-
-def test_a_rank_with_fewer_layers(ranks: Ranks) -> None:
-    ranks.run(2, fewer_layers_on_one_rank)
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.testing import Ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,7 +41,14 @@ def padded_batch(first_labels: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def training(group: dist.ProcessGroup, name: str, implementation: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("Gemma2", None), ("VaultGemma", None), ("Llama", "eager"), ("Llama", None)],
+)
+@pytest.mark.ranks(2)
+def test_labels_of_positions_after_padding(
+    group: dist.ProcessGroup, name: str, implementation: str | None
+) -> None:
     for first_labels in (True, False):
         batch, one, spread = (
             padded_batch(first_labels),
@@ -67,17 +73,9 @@ def training(group: dist.ProcessGroup, name: str, implementation: str | None) ->
             torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [("Gemma2", None), ("VaultGemma", None), ("Llama", "eager"), ("Llama", None)],
-)
-def test_labels_of_positions_after_padding(
-    ranks: Ranks, name: str, implementation: str | None
-) -> None:
-    ranks.run(2, training, name, implementation)
-
-
-def in_region(group: dist.ProcessGroup, name: str) -> None:
+@pytest.mark.parametrize("name", ["Gemma2", "VaultGemma", "Llama"])
+@pytest.mark.ranks(2)
+def test_outside_of_a_region_it_is_the_same(group: dist.ProcessGroup, name: str) -> None:
     batch = padded_batch(first_labels=False)
     del batch["labels"]
     made = model(name, "symm_cp")
@@ -88,8 +86,3 @@ def in_region(group: dist.ProcessGroup, name: str) -> None:
         with symm_cp.context_parallel(group, model=made):
             inside = made(**part).logits
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["Gemma2", "VaultGemma", "Llama"])
-def test_outside_of_a_region_it_is_the_same(ranks: Ranks, name: str) -> None:
-    ranks.run(2, in_region, name)

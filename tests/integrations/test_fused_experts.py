@@ -21,7 +21,6 @@ from transformers.integrations.moe import use_experts_implementation
 from symm_cp import moe
 from symm_cp.integrations.transformers.experts import DispatchedExperts, why_not_fused
 from symm_cp.tensors.dtypes import wide
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 6, 8, 2
@@ -128,11 +127,6 @@ FORMS = [
 ]
 
 
-def in_every_form(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    for form in FORMS:
-        equals_one_process(group, 9, dtype, "dispatch_matmul", **form)
-
-
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
     some(
@@ -145,11 +139,16 @@ def in_every_form(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         ],
     ),
 )
-def test_forms_of_the_interface(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, in_every_form, dtype)
+@pytest.mark.ranks
+def test_forms_of_the_interface(
+    group: dist.ProcessGroup, world_size: int, dtype: torch.dtype
+) -> None:
+    for form in FORMS:
+        equals_one_process(group, 9, dtype, "dispatch_matmul", **form)
 
 
-def left_alone(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_forms_that_are_left_alone(group: dist.ProcessGroup) -> None:
     """Experts that are not fused run between dispatch and combine; one warning says why."""
     form = {"gate": True, "bias": False, "transposed": False}
     with pytest.warns(UserWarning, match="Decorated is not fused .* norm after the last matmul"):
@@ -164,10 +163,6 @@ def left_alone(group: dist.ProcessGroup) -> None:
     with only("dispatch"), warnings.catch_warnings():
         warnings.simplefilter("error")
         run(*call)
-
-
-def test_forms_that_are_left_alone(ranks: Ranks) -> None:
-    ranks.run(2, left_alone)
 
 
 def test_reasons() -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive
 from tests.integrations.common import assert_near, causal_batch, in_one_process
@@ -57,7 +56,9 @@ def prepare(model: nn.Module, rank: int, place: str) -> Strike:
     return strike
 
 
-def struck(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_ctrl_c(group: dist.ProcessGroup) -> None:
     mesh, batch, rank = mesh_of(group), causal_batch(LENGTH, masked=False), group.rank()
     expected = in_one_process(CLIENT, batch)
     balancer = symm_cp.HeadTail(LENGTH, group.size())
@@ -82,8 +83,3 @@ def struck(group: dist.ProcessGroup) -> None:
             else:
                 with pytest.raises(RuntimeError, match=r"rank 1 failed: .*(interrupt|Keyboard)"):
                     step(model, local, labels, region, reduce_loss)
-
-
-@exhaustive
-def test_ctrl_c(ranks: Ranks) -> None:
-    ranks.run(2, struck)

@@ -18,7 +18,6 @@ from symm_cp.context_parallel.layouts import cut
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers.masks import _noting
 from symm_cp.ops.attention.flex.mask import evaluate
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import pairs, some
 from tests.integrations.common import BALANCERS
@@ -135,21 +134,6 @@ def check(
     return mask
 
 
-def recognises(group: dist.ProcessGroup, layout: str, length: int, window: int, chunk: int) -> None:
-    for factory in FACTORIES:
-        for name, batch in batches(length, group.size()).items():
-            if factory not in CAUSAL and "position_ids" in batch:
-                continue
-            balancer = BALANCERS[layout](length, group.size())
-            mask = check(group, factory, batch, balancer, window=window, chunk=chunk)
-            case = (factory, name)
-            # The fast way: only options of the op, and only options with an effect.
-            assert mask.mask_mod is None, case
-            assert (mask.key_mask is not None) == (name in ("left", "right", "holes")), case
-            packed = name == "packed" or (name == "packed at ranks" and group.size() > 1)
-            assert (mask.document_ids is not None) == (packed or factory == "chunked"), case
-
-
 @pytest.mark.parametrize(
     ("world_size", "layout", "length", "window", "chunk"),
     some(
@@ -166,13 +150,26 @@ def recognises(group: dist.ProcessGroup, layout: str, length: int, window: int, 
         ],
     ),
 )
+@pytest.mark.ranks
 def test_masks_are_those_of_the_whole_batch(
-    ranks: Ranks, world_size: int, layout: str, length: int, window: int, chunk: int
+    group: dist.ProcessGroup, world_size: int, layout: str, length: int, window: int, chunk: int
 ) -> None:
-    ranks.run(world_size, recognises, layout, length, window, chunk)
+    for factory in FACTORIES:
+        for name, batch in batches(length, group.size()).items():
+            if factory not in CAUSAL and "position_ids" in batch:
+                continue
+            balancer = BALANCERS[layout](length, group.size())
+            mask = check(group, factory, batch, balancer, window=window, chunk=chunk)
+            case = (factory, name)
+            # The fast way: only options of the op, and only options with an effect.
+            assert mask.mask_mod is None, case
+            assert (mask.key_mask is not None) == (name in ("left", "right", "holes")), case
+            packed = name == "packed" or (name == "packed at ranks" and group.size() > 1)
+            assert (mask.document_ids is not None) == (packed or factory == "chunked"), case
 
 
-def by_sample(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_samples_with_layouts_of_their_own(group: dist.ProcessGroup) -> None:
     each = 2 * group.size()
     balancer = symm_cp.PerDocumentHeadTail([[2 * each, 4 * each], [5 * each, each]], group.size())
     every = batches(6 * each, group.size())
@@ -182,25 +179,19 @@ def by_sample(group: dist.ProcessGroup) -> None:
         check(group, factory, every["packed"], balancer)
 
 
-def test_samples_with_layouts_of_their_own(ranks: Ranks) -> None:
-    ranks.run(2, by_sample)
-
-
-def with_a_cache(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_documents_with_an_empty_cache(group: dist.ProcessGroup) -> None:
     """As in transformers' flash attention, an empty cache does not join documents."""
     packed = packing(12, ends=[5])
     check(group, "causal", packed, symm_cp.HeadTail(12, group.size()), cache=DynamicCache())
-
-
-def test_documents_with_an_empty_cache(ranks: Ranks) -> None:
-    ranks.run(2, with_a_cache)
 
 
 def every_other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
     return (q - kv) % 2 == 0
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_masks_that_are_refused(group: dist.ProcessGroup) -> None:
     size, blocks = 12, torch.tensor([[-1] * 4 + [0] * 4 + [-1] * 4] * BATCH)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("or_mask_function or and_mask_function.*BlockMask", {"or_mask_function": every_other}),
@@ -228,10 +219,6 @@ def refuses(group: dist.ProcessGroup) -> None:
         pytest.raises(NotImplementedError, match=r"a cache holds keys of earlier calls.*Generate"),
     ):
         made("causal", config("symm_cp", 3, 3), {}, size, cache=cache)
-
-
-def test_masks_that_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
 
 
 def test_outside_of_a_context_masks_are_those_of_sdpa() -> None:

@@ -54,14 +54,6 @@ def test_decoders(ranks: Ranks, name: str, kind: str, how: tuple[int, Any], layo
     ranks.run(world_size, decodes, name, kind, layout, method)
 
 
-def translates(group: dist.ProcessGroup, layout: str, method: Any) -> None:
-    for source, target in ((24, 16), (27, 13)):
-        batch = pair_batch(source, target, padding=True)
-        check_encoder(group, SEQ2SEQ["t5"], batch, layout, **on(group, method))
-    batch = masked_batch(24, padding=True)
-    check_encoder(group, ENCODERS["modernbert"], batch, layout, **on(group, method))
-
-
 @exhaustive
 @pytest.mark.parametrize(
     ("world_size", "method", "layout"),
@@ -72,11 +64,19 @@ def translates(group: dist.ProcessGroup, layout: str, method: Any) -> None:
         (2, "auto", "Sequential"),
     ],
 )
-def test_encoders(ranks: Ranks, world_size: int, method: Any, layout: str) -> None:
-    ranks.run(world_size, translates, layout, method)
+@pytest.mark.ranks
+def test_encoders(group: dist.ProcessGroup, world_size: int, layout: str, method: Any) -> None:
+    for source, target in ((24, 16), (27, 13)):
+        batch = pair_batch(source, target, padding=True)
+        check_encoder(group, SEQ2SEQ["t5"], batch, layout, **on(group, method))
+    batch = masked_batch(24, padding=True)
+    check_encoder(group, ENCODERS["modernbert"], batch, layout, **on(group, method))
 
 
-def drops_and_recomputes(group: dist.ProcessGroup, method: Any) -> None:
+@exhaustive
+@pytest.mark.parametrize(("world_size", "method"), [(2, "ulysses"), (4, "ulysses"), (4, MIXED)])
+@pytest.mark.ranks
+def test_dropout_and_checkpoints(group: dist.ProcessGroup, world_size: int, method: Any) -> None:
     """Dropout is the same as with the default method, also when activations are recomputed."""
     found = []
     batch = batch_of("packed")
@@ -98,12 +98,6 @@ def drops_and_recomputes(group: dist.ProcessGroup, method: Any) -> None:
         found.append([logits.detach(), *grads])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-
-
-@exhaustive
-@pytest.mark.parametrize(("world_size", "method"), [(2, "ulysses"), (4, "ulysses"), (4, MIXED)])
-def test_dropout_and_checkpoints(ranks: Ranks, world_size: int, method: Any) -> None:
-    ranks.run(world_size, drops_and_recomputes, method)
 
 
 def compiled_layers(group: dist.ProcessGroup, name: str, kind: str, method: Any) -> None:
@@ -156,12 +150,9 @@ def test_compiled_layers_serve_other_lengths(ranks: Ranks) -> None:
     ranks.run(2, one_graph, "auto", timeout=600)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(4)
+def test_fewer_heads_than_ranks(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="query has 2 heads for 4 ranks: method"):
         check_client(group, CLIENTS["llama"].having(num_attention_heads=2, num_key_value_heads=2),
                      batch_of("packed"), method="ulysses")  # fmt: skip
-
-
-@exhaustive
-def test_fewer_heads_than_ranks(ranks: Ranks) -> None:
-    ranks.run(4, refuses)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.integrations.common import (
     assert_near,
@@ -32,7 +31,8 @@ def balancer(group: dist.ProcessGroup) -> symm_cp.LoadBalancer:
 # --- no gradients, then training -----------------------------------------------------------------
 
 
-def inference_then_training(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_inference_then_training(group: dist.ProcessGroup) -> None:
     for mode in (torch.inference_mode, torch.no_grad):
         # A new length for each mode, so that cached tensors are made in this mode.
         length = LENGTH + (8 if mode is torch.no_grad else 0)
@@ -50,14 +50,12 @@ def inference_then_training(group: dist.ProcessGroup) -> None:
         assert_same(actual, expected, batch, CLIENT.tolerance)
 
 
-def test_inference_then_training(ranks: Ranks) -> None:
-    ranks.run(2, inference_then_training)
-
-
 # --- deterministic algorithms --------------------------------------------------------------------
 
 
-def deterministic(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_deterministic_algorithms(group: dist.ProcessGroup) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         check_client(group, CLIENT, causal_batch(LENGTH, padding="left"))
@@ -65,15 +63,12 @@ def deterministic(group: dist.ProcessGroup) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.exhaustive
-def test_deterministic_algorithms(ranks: Ranks) -> None:
-    ranks.run(2, deterministic)
-
-
 # --- tensors without values, transforms ----------------------------------------------------------
 
 
-def fake(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_fake_tensors(group: dist.ProcessGroup) -> None:
     batch, mesh = causal_batch(LENGTH, padding="right"), mesh_of(group)
     local, _ = symm_cp.shard_batch(mesh, dict(batch), load_balancer=balancer(group))
     local.pop("labels")
@@ -90,11 +85,8 @@ def fake(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.exhaustive
-def test_fake_tensors(ranks: Ranks) -> None:
-    ranks.run(2, fake)
-
-
-def transformed(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_transforms_are_refused(group: dist.ProcessGroup) -> None:
     batch = causal_batch(LENGTH, documents=DOCUMENTS)
     model = CLIENT.make("eager")
     even = balancer(group)
@@ -112,8 +104,3 @@ def transformed(group: dist.ProcessGroup) -> None:
     ):
         torch.func.grad(mean)(parameters)
     check_client(group, CLIENT, batch)
-
-
-@pytest.mark.exhaustive
-def test_transforms_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, transformed)

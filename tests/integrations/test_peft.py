@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.integrations.common import (
     Client,
@@ -79,7 +78,12 @@ def result_of(model: nn.Module, loss: torch.Tensor, logits: torch.Tensor) -> Res
     return Result(loss.detach(), logits.detach(), grads)
 
 
-def trains(group: dist.ProcessGroup, kind: str) -> None:
+KINDS = ["stand-in", *(pytest.param(k, marks=needs_peft) for k in ("peft", "peft without a task"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks(2)
+def test_adapters(group: dist.ProcessGroup, kind: str) -> None:
     mesh, batch = mesh_of(group), causal_batch(LENGTH, padding="right")
     alone, stepping, cutting = (adapted(kind) for _ in range(3))
     out = alone(**batch)
@@ -112,15 +116,9 @@ def trains(group: dist.ProcessGroup, kind: str) -> None:
     assert_near("loss", step.loss.detach(), expected.loss, LLAMA.tolerance)
 
 
-KINDS = ["stand-in", *(pytest.param(k, marks=needs_peft) for k in ("peft", "peft without a task"))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters(ranks: Ranks, kind: str) -> None:
-    ranks.run(2, trains, kind)
-
-
-def refuses(group: dist.ProcessGroup, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["stand-in", pytest.param("peft", marks=needs_peft)])
+@pytest.mark.ranks(2)
+def test_virtual_tokens_are_refused(group: dist.ProcessGroup, kind: str) -> None:
     mesh, batch = mesh_of(group), causal_batch(LENGTH)
     model = adapted(kind, adds_positions=True)
     with pytest.raises(NotImplementedError, match="put the virtual tokens before its part"):  # noqa: SIM117
@@ -138,8 +136,3 @@ def refuses(group: dist.ProcessGroup, kind: str) -> None:
         model.active_adapter = "other"
         with symm_cp.training_step(model, batch, mesh) as step:
             step.loss.backward()
-
-
-@pytest.mark.parametrize("kind", ["stand-in", pytest.param("peft", marks=needs_peft)])
-def test_virtual_tokens_are_refused(ranks: Ranks, kind: str) -> None:
-    ranks.run(2, refuses, kind)

@@ -155,7 +155,16 @@ def by_parts(group: dist.ProcessGroup, model: torch.nn.Module) -> Any:
     return call
 
 
-def keeps_documents_apart(group: dist.ProcessGroup, client: Client, layout: str) -> None:
+PLAIN = [("qwen3-next", 3, "HeadTail"), ("bamba", 2, "PerDocumentHeadTail")]
+PACKED = pairs(CLIENTS, (1, 2, 3, 4), (*LAYOUTS, "PerDocumentHeadTail"), also=PLAIN)
+
+
+@pytest.mark.parametrize(("name", "world_size", "layout"), some(*PLAIN, of=PACKED))
+@pytest.mark.ranks
+def test_packed_documents(
+    group: dist.ProcessGroup, name: str, world_size: int, layout: str
+) -> None:
+    client = CLIENTS[name]
     batch, ranks = packed_batch(), group.size()
     balancer = {
         "Sequential": symm_cp.Sequential(sum(DOCUMENTS), ranks),
@@ -169,15 +178,6 @@ def keeps_documents_apart(group: dist.ProcessGroup, client: Client, layout: str)
         expected = each_alone(client, batch)
         actual = under_context_parallel(group, client, batch, balancer=balancer, **how)
     assert_same(actual, expected, batch, client.wide_tolerance)
-
-
-PLAIN = [("qwen3-next", 3, "HeadTail"), ("bamba", 2, "PerDocumentHeadTail")]
-PACKED = pairs(CLIENTS, (1, 2, 3, 4), (*LAYOUTS, "PerDocumentHeadTail"), also=PLAIN)
-
-
-@pytest.mark.parametrize(("name", "world_size", "layout"), some(*PLAIN, of=PACKED))
-def test_packed_documents(ranks: Ranks, name: str, world_size: int, layout: str) -> None:
-    ranks.run(world_size, keeps_documents_apart, CLIENTS[name], layout)
 
 
 @exhaustive
@@ -217,7 +217,9 @@ def test_a_layer_compiled(ranks: Ranks, name: str, layout: str) -> None:
     ranks.run(2, compiled, name, layout, timeout=600)
 
 
-def compiled_outside_first(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_compiled_outside_first(group: dist.ProcessGroup) -> None:
     """A layer's graph that was compiled outside of a context is not reused within one."""
     torch._dynamo.reset()
     model = CLIENTS["qwen3-next"].having(mlp_only_layers=[0, 1]).make("sdpa")
@@ -238,17 +240,14 @@ def compiled_outside_first(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_compiled_outside_first(ranks: Ranks) -> None:
-    ranks.run(2, compiled_outside_first)
-
-
-@exhaustive
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba2", "zamba2"])
 def test_recomputed_activations(ranks: Ranks, name: str) -> None:
     ranks.run(2, checks, CLIENTS[name], 27, "mask", "HeadTail", prepare=recomputing)
 
 
-def trains(group: dist.ProcessGroup, name: str) -> None:
+@pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "zamba2"]))
+@pytest.mark.ranks(2)
+def test_trains_in_the_balanced_layout(group: dist.ProcessGroup, name: str) -> None:
     """Takes a training step without a given layout, which is then balanced."""
     client, mesh, batch = CLIENTS[name], mesh_of(group), causal_batch(32)
     model, tolerance = client.make("sdpa"), client.wide_tolerance
@@ -265,12 +264,9 @@ def trains(group: dist.ProcessGroup, name: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "zamba2"]))
-def test_trains_in_the_balanced_layout(ranks: Ranks, name: str) -> None:
-    ranks.run(2, trains, name)
-
-
-def refused(group: dist.ProcessGroup, name: str) -> None:
+@pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "falcon-h1"]))
+@pytest.mark.ranks(2)
+def test_refuses_documents_that_it_cannot_tell(group: dist.ProcessGroup, name: str) -> None:
     client = CLIENTS[name]
     batch, mesh = causal_batch(32), mesh_of(group)
     model = client.make("sdpa")
@@ -288,12 +284,8 @@ def refused(group: dist.ProcessGroup, name: str) -> None:
             model(**local, **packed)
 
 
-@pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "falcon-h1"]))
-def test_refuses_documents_that_it_cannot_tell(ranks: Ranks, name: str) -> None:
-    ranks.run(2, refused, name)
-
-
-def alone_again(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_one_rank(group: dist.ProcessGroup) -> None:
     """Outside of a region, and on one rank, a model computes as without a context."""
     model = CLIENTS["qwen3-next"].make("sdpa")
     batch = causal_batch(12)
@@ -304,7 +296,3 @@ def alone_again(group: dist.ProcessGroup) -> None:
     with symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=balancer):
         torch.testing.assert_close(model(**inputs, position_ids=positions).logits, want)
     assert torch.equal(model(**inputs).logits, want)
-
-
-def test_one_rank(ranks: Ranks) -> None:
-    ranks.run(1, alone_again)

@@ -33,7 +33,6 @@ from symm_cp.integrations.torchtitan import (
     last_layout,
     prepare_context_parallel_input,
 )
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, mesh_of
 from tests.exhaustive import exhaustive, in_turns, some
 
@@ -228,8 +227,20 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return summed / (SAMPLES * LENGTH)
 
 
-def as_in_one_process(
-    group: dist.ProcessGroup, kind: str, balancing: str | None, method: Any
+def cases() -> list[tuple[Any, ...]]:
+    ways = (("headtail", None), (None, "ulysses"))
+    found: list[tuple[Any, ...]] = [(2, kind, *way) for kind in INNER for way in ways]
+    found += [(4, kind, *way) for kind, way in in_turns(INNER, ways)]
+    return [*found, (4, "flex", "ptrr", None)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "balancing", "method"),
+    some((2, "flex", "headtail", None), (2, "varlen", None, "ulysses"), of=cases()),
+)
+@pytest.mark.ranks
+def test_a_training_step_is_that_of_one_process(
+    group: dist.ProcessGroup, world_size: int, kind: str, balancing: str | None, method: Any
 ) -> None:
     if kind == "compiled":
         torch._dynamo.reset()
@@ -269,24 +280,9 @@ def as_in_one_process(
         model.zero_grad()
 
 
-def cases() -> list[tuple[Any, ...]]:
-    ways = (("headtail", None), (None, "ulysses"))
-    found: list[tuple[Any, ...]] = [(2, kind, *way) for kind in INNER for way in ways]
-    found += [(4, kind, *way) for kind, way in in_turns(INNER, ways)]
-    return [*found, (4, "flex", "ptrr", None)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "balancing", "method"),
-    some((2, "flex", "headtail", None), (2, "varlen", None, "ulysses"), of=cases()),
-)
-def test_a_training_step_is_that_of_one_process(
-    ranks: Ranks, world_size: int, kind: str, balancing: str | None, method: str | None
-) -> None:
-    ranks.run(world_size, as_in_one_process, kind, balancing, method)
-
-
-def packed_tokens(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_packed_tokens(group: dist.ProcessGroup) -> None:
     """Attends to packed (tokens, heads, features), with a window on both sides."""
     mesh, rank = mesh_of(group), group.rank()
     q, k, v = (torch.randn(LENGTH, HEADS, 8, dtype=torch.float64) for _ in range(3))
@@ -308,11 +304,8 @@ def packed_tokens(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_packed_tokens(ranks: Ranks) -> None:
-    ranks.run(2, packed_tokens)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_is_refused(group: dist.ProcessGroup) -> None:
     mesh, ids = mesh_of(group), torch.zeros(2, 8)
     flex = FlexAttention()
     with pytest.raises(NotImplementedError, match="Linear is not a known inner attention"):
@@ -334,8 +327,3 @@ def refuses(group: dist.ProcessGroup) -> None:
         varlen(q, q, q, attention_masks=Offsets(whole[:2], whole[:2]))
     with pytest.raises(NotImplementedError, match="documents of queries and keys must be the same"):
         varlen(q, q, q, attention_masks=Offsets(whole, whole + 1))
-
-
-@exhaustive
-def test_what_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

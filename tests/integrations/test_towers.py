@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.integrations.common import IGNORED, SIZES, Batch, Client, WideTensors, assert_near
 
@@ -107,11 +106,6 @@ def as_in_one_process(group: dist.ProcessGroup, model: Any, one: Any, batch: Bat
             assert_near(name, parameter.grad, expected, 1e-9, 1e-3 * largest)
 
 
-def text_alone(group: dist.ProcessGroup, family: str, rows: int) -> None:
-    model, one = (CLIENTS[family].make("eager") for _ in range(2))
-    as_in_one_process(group, model, one, text_of(family, rows))
-
-
 @pytest.mark.parametrize(
     ("family", "world_size", "rows"),
     some(
@@ -123,12 +117,25 @@ def text_alone(group: dist.ProcessGroup, family: str, rows: int) -> None:
         ],
     ),
 )
-def test_text_alone(ranks: Ranks, family: str, world_size: int, rows: int) -> None:
+@pytest.mark.ranks
+def test_text_alone(group: dist.ProcessGroup, world_size: int, family: str, rows: int) -> None:
     """The tower does not run; positions in several rows are cut along the sequence."""
-    ranks.run(world_size, text_alone, family, rows)
+    model, one = (CLIENTS[family].make("eager") for _ in range(2))
+    as_in_one_process(group, model, one, text_of(family, rows))
 
 
-def with_pictures(group: dist.ProcessGroup, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(
+        ("qwen2.5", 2),
+        ("llava", 3),
+        ("qwen3", 2),
+        of=[(family, size) for family in CLIENTS for size in (2, 3)],
+    ),
+)
+@pytest.mark.ranks
+def test_pictures(group: dist.ProcessGroup, world_size: int, family: str) -> None:
+    """The tower runs whole on each rank; its result is cut with the text."""
     model, one = (CLIENTS[family].make("eager") for _ in range(2))
     batch = pictures_of(family, model)
     if family not in REFUSED:
@@ -143,21 +150,8 @@ def with_pictures(group: dist.ProcessGroup, family: str) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size"),
-    some(
-        ("qwen2.5", 2),
-        ("llava", 3),
-        ("qwen3", 2),
-        of=[(family, size) for family in CLIENTS for size in (2, 3)],
-    ),
-)
-def test_pictures(ranks: Ranks, family: str, world_size: int) -> None:
-    """The tower runs whole on each rank; its result is cut with the text."""
-    ranks.run(world_size, with_pictures, family)
-
-
-def other_pictures(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_other_pictures_on_a_rank_are_refused(group: dist.ProcessGroup) -> None:
     model = CLIENTS["llava"].make("eager")
     batch = pictures_of("llava", model)
     batch["pixel_values"] += group.rank()
@@ -166,7 +160,3 @@ def other_pictures(group: dist.ProcessGroup) -> None:
         symm_cp.training_step(model, batch, group),
     ):
         pass
-
-
-def test_other_pictures_on_a_rank_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, other_pictures)

@@ -135,7 +135,8 @@ def test_on_old_drivers_signals_are_nvshmems(ranks: Ranks) -> None:
         assert not calls
 
 
-def subgroups(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_groups_that_overlap(group: dist.ProcessGroup) -> None:
     """Ranks of a group have their workspaces at different places of the heap."""
     pair, three = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
     mine = [g for g in (pair, three) if g != dist.GroupMember.NON_GROUP_MEMBER]
@@ -153,11 +154,8 @@ def subgroups(group: dist.ProcessGroup) -> None:
                 assert torch.equal(out, full)
 
 
-def test_groups_that_overlap(ranks: Ranks) -> None:
-    ranks.run(4, subgroups)
-
-
-def heap_is_full_on_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_a_heap_that_is_full_on_one_rank_is_an_error_on_all(group: dist.ProcessGroup) -> None:
     """Heaps fill unequally when ranks are members of different groups."""
     with running(group, "none", heap_bytes=1 << 16):
         heap = nvshmem.heap()
@@ -172,11 +170,8 @@ def heap_is_full_on_one(group: dist.ProcessGroup) -> None:
         symm_cp.all_gather_matmul(tensor, tensor, group=group)
 
 
-def test_a_heap_that_is_full_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
-    ranks.run(4, heap_is_full_on_one)
-
-
-def no_index(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_a_device_without_an_index_is_the_current_one(group: dist.ProcessGroup) -> None:
     """Each rank binds its current GPU, whatever form of its device it was given."""
     rank, gpus = group.rank(), mock.MagicMock()
     bindings = {"cuda": mock.MagicMock(core=gpus), "cuda.core": gpus}
@@ -203,21 +198,14 @@ def no_index(group: dist.ProcessGroup) -> None:
             nvshmem.finalize()
 
 
-def test_a_device_without_an_index_is_the_current_one(ranks: Ranks) -> None:
-    ranks.run(4, no_index)
-
-
-def heap_is_full(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_a_full_heap_is_an_error_that_says_what_to_do(group: dist.ProcessGroup) -> None:
     with running(group, "none", heap_bytes=1 << 16):
         small, large = torch.randn(16, 16), torch.randn(1 << 8, 1 << 8)
         symm_cp.all_gather_matmul(small, small, group=group)
         with pytest.raises(RuntimeError, match=r"heap of 65536 bytes: .*heap_bytes"):
             symm_cp.all_gather_matmul(large, large, group=group)
         symm_cp.all_gather_matmul(small, small, group=group)
-
-
-def test_a_full_heap_is_an_error_that_says_what_to_do(ranks: Ranks) -> None:
-    ranks.run(4, heap_is_full)
 
 
 def test_the_heap_is_cut_and_given_back() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from symm_cp.group.memory import resolve
@@ -159,3 +164,74 @@ def python_calls(run: Callable[[], object]) -> list[str]:
     finally:
         sys.setprofile(None)
     return seen
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountedFunctions(TorchFunctionMode):
+    """Counts torch's functions by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[getattr(func, "__name__", "")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A copy in symmetric memory, at a different offset on each rank."""
+    block = symm_mem.empty(like.numel() + group.size(), dtype=like.dtype, device="cpu")
+    symm_mem.rendezvous(block, group)
+    return block.narrow(0, group.rank(), like.numel()).view(like.shape).copy_(like)
+
+
+def reduced(parts: Tensors, reduce_op: str = "sum") -> torch.Tensor:
+    """The sum or mean in rank order, computed in float32 for 16-bit types."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    if reduce_op == "avg" and dtype.is_complex:  # torch divides by a complex number
+        return torch.view_as_complex(torch.view_as_real(total) / len(parts))
+    return (total / len(parts) if reduce_op == "avg" else total).to(dtype)
+
+
+class Memory:
+    """Symmetric memory, in which each rank places tensors at random, or not at all."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.block = symm_mem.empty(1 << 20, dtype=torch.uint8, device="cpu")
+        symm_mem.rendezvous(self.block, group)
+        self.end = 0
+
+    def place(self, x: torch.Tensor, *, symmetric: bool = True) -> torch.Tensor:
+        """The same values in a layout that `random` draws, differently on each rank."""
+        kind = random.choice(["plain", "transposed", "gaps", "symmetric", "symmetric", "cut"])
+        if kind == "transposed" and x.dim() > 1:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        if kind == "gaps":
+            return torch.stack([x, x], -1)[..., 0]
+        nbytes = 2 * x.numel() * x.itemsize
+        if kind not in ("symmetric", "cut") or not symmetric or nbytes > len(self.block) // 8:
+            return x.clone()
+        wide = [*x.shape[:-1], x.shape[-1] + (3 if kind == "cut" else 0)]
+        begin = self.end + 8 * random.randrange(100)
+        if begin + nbytes + 4096 > len(self.block):  # an op has fewer and smaller tensors
+            begin = 0
+        self.end = begin + torch.Size(wide).numel() * x.itemsize
+        part = self.block[begin : self.end].view(x.dtype).view(wide)[..., : x.shape[-1]]
+        self.end += -self.end % 8
+        return part.copy_(x)

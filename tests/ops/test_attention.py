@@ -17,8 +17,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.attention_reference import Problem
 from tests.exhaustive import some
-from tests.ops.attention_cases import OP, Case, run_all
-from tests.ops.attention_cases import run as run
+from tests.ops.attention_cases import OP, Case, run_all, strided
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -132,38 +131,41 @@ def test_long_enough_for_many_blocks(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
-def bits(group: dist.ProcessGroup, seed: int) -> None:
+def repeat_bits(group: dist.ProcessGroup, seed: int) -> None:
+    W = group.size()
+    generator = torch.Generator(device.name()).manual_seed(seed + group.rank())
+    order = list(head_tail(96 * W, W).chunk_order)
+    for dtype, kv_heads in itertools.product((torch.float32, torch.bfloat16), (1, 4)):
+        shapes = [(2, heads, 96, 32) for heads in (4, kv_heads, kv_heads, 4)]
+        q, k, v, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+        for method in ("allgather", "alltoall", "ulysses"):
+            set_rotate_method("alltoall" if method == "alltoall" else "allgather")
+            runs = []
+            # Tensors of projections have the heads of a position next to each other.
+            for how in ("", "", "rows first"):
+                leaves = [strided(t, how).requires_grad_() for t in (q, k, v)]
+                out, lse = OP(
+                    *leaves, group.group_name, is_causal=True, chunk_order=order,
+                    enable_gqa=True, method="ulysses" if method == "ulysses" else "allgather",
+                )  # fmt: skip
+                runs.append([out, lse, *torch.autograd.grad(out, leaves, grad)])
+            for again in runs[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True)), method
+    set_rotate_method("allgather")
+
+
+@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_results_are_bitwise_the_same_from_run_to_run(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     # On CUDA torch's kernels add up gradients in the order in which blocks end, unless told not to.
     torch.use_deterministic_algorithms(device.name() == "cuda")
     try:
         repeat_bits(group, seed)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def repeat_bits(group: dist.ProcessGroup, seed: int) -> None:
-    W = group.size()
-    generator = torch.Generator(device.name()).manual_seed(seed + group.rank())
-    for dtype in (torch.float32, torch.bfloat16):
-        q, k, v, grad = (
-            torch.randn(2, 4, 96, 32, generator=generator).to(dtype).requires_grad_()
-            for _ in range(4)
-        )
-        for rotate in ("allgather", "alltoall"):
-            set_rotate_method(rotate)
-            runs = []
-            for _ in range(3):
-                order = list(head_tail(96 * W, W).chunk_order)
-                out, lse = OP(q, k, v, group.group_name, is_causal=True, chunk_order=order)
-                runs.append([out, lse, *torch.autograd.grad(out, (q, k, v), grad)])
-            for again in runs[1:]:
-                assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
-    set_rotate_method("allgather")
-
-
-@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
-def test_results_are_bitwise_the_same_from_run_to_run(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, bits, int(torch.randint(1 << 30, ())))
 
 
 def error_in_bfloat16(group: dist.ProcessGroup, length: int, seed: int) -> list[float]:
@@ -193,7 +195,10 @@ def test_errors_in_16_bits_do_not_grow_with_the_number_of_ranks(ranks: Ranks) ->
             assert spread <= 1.3 * alone, errors
 
 
-def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_keys_and_values_lie_anywhere(group: dist.ProcessGroup, world_size: int) -> None:
+    """Keys and values travel from where they lie, in one exchange."""
     query, behind, before = (torch.randn(1, 2, 5, 8) for _ in range(3))
     both = torch.stack((before, behind))
     call = partial(OP, query, group_name=group.group_name, is_causal=True)
@@ -202,9 +207,3 @@ def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:
         assert all(map(torch.equal, call(both[of_key], both[of_value]), apart))
         rows = both.transpose(2, 3).contiguous().transpose(2, 3)  # keys are not contiguous
         assert all(map(torch.equal, call(rows[of_key], both[of_value]), apart))
-
-
-@WORLD_SIZES
-def test_keys_and_values_lie_anywhere(ranks: Ranks, world_size: int) -> None:
-    """Keys and values travel from where they lie, in one exchange."""
-    ranks.run(world_size, keys_and_values_in_one_tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from symm_cp import set_rotate_method, tuning
 from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.schedule import head_tail_order
-from symm_cp.testing import Ranks
+from tests.ops.refusals import check_refusals
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 
@@ -118,35 +119,29 @@ CASES += [
 ]
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bad_arguments_are_refused_on_every_rank(group: dist.ProcessGroup) -> None:
     good = [torch.randn(Q) for _ in range(3)]
-    expected, _ = OP(*good, group.group_name)
-    for query, key, value, options, error, message in CASES:
-        with pytest.raises(error, match=message) as caught:
-            OP(query, key, value, group.group_name, **options)
-        assert "fused_all_gather_attention: " in str(caught.value)
-        assert torch.equal(OP(*good, group.group_name)[0], expected)
+
+    def attend(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        return OP(*tensors or good, group.group_name, **options)[0]
+
+    wrong = [
+        (error, message, partial(attend, *tensors, **options))
+        for *tensors, options, error, message in CASES
+    ]
+    # Peers hear nothing of tensors on meta, whose calls have no ranks.
+    of_meta = [case for case in wrong if "meta" in case[1]]
+    told = [case for case in wrong if case not in of_meta]
+    check_refusals(group, attend, told, "fused_all_gather_attention")
+    for error, message, call in of_meta:
+        with pytest.raises(error, match=f"fused_all_gather_attention: .*{message}"):
+            call()
+    assert torch.equal(attend(), OP(*good, group.group_name)[0])
     with pytest.raises(ValueError, match="no process group named 'nobody'"):
         OP(*good, "nobody")
     with pytest.raises(ValueError, match="'ring' must be one of"):
         set_rotate_method("ring")
-
-
-def test_bad_arguments_are_refused_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def disagrees(group: dist.ProcessGroup, options: list[dict[str, Any]], length: int) -> None:
-    q = torch.randn(1, 2, length, 8)
-    mine = options[group.rank() % len(options)]
-    shorter, narrow = mine.pop("shorter", 0), mine.pop("narrow", 0)
-    value = q[:, :, shorter:, narrow:]
-    with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
-        OP(q, q[:, :, shorter:], value, group.group_name, **mine)
-    # The next call has a workspace of its own.
-    dist.barrier(group)
-    out, _ = OP(q, q, q, group.group_name)
-    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -163,11 +158,25 @@ def disagrees(group: dist.ProcessGroup, options: list[dict[str, Any]], length: i
         [{"narrow": 2}, {}],
     ],
 )
-def test_ranks_that_disagree_all_raise(ranks: Ranks, options: list[dict[str, Any]]) -> None:
-    ranks.run(3, disagrees, options, 8)
+@pytest.mark.ranks(3)
+def test_ranks_that_disagree_all_raise(
+    group: dist.ProcessGroup, options: list[dict[str, Any]]
+) -> None:
+    length = 8
+    q = torch.randn(1, 2, length, 8)
+    mine = options[group.rank() % len(options)]
+    shorter, narrow = mine.pop("shorter", 0), mine.pop("narrow", 0)
+    value = q[:, :, shorter:, narrow:]
+    with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
+        OP(q, q[:, :, shorter:], value, group.group_name, **mine)
+    # The next call has a workspace of its own.
+    dist.barrier(group)
+    out, _ = OP(q, q, q, group.group_name)
+    assert out.isfinite().all()
 
 
-def peer_fails(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_failing_kernel_is_an_error_on_all_ranks(group: dist.ProcessGroup) -> None:
     """A kernel that fails on one rank is an error on all."""
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
     out, _ = OP(q, q, q, group.group_name)
@@ -191,11 +200,8 @@ def peer_fails(group: dist.ProcessGroup) -> None:
     assert q.grad is not None
 
 
-def test_a_failing_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(3, peer_fails)
-
-
-def native_kernel_fails(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_failing_native_kernel_is_an_error_on_all_ranks(group: dist.ProcessGroup) -> None:
     """One rank fails between the exchanges of keys and of gradients, which peers have begun."""
     q = torch.randn(1, 2, 8, 8)
     out, lse = OP(q, q, q, group.group_name)
@@ -208,7 +214,3 @@ def native_kernel_fails(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
     grads = backward(q, q, q, q, out, lse, group.group_name, grad_logsumexp=lse)
     assert all(grad.isfinite().all() for grad in grads[:3])
-
-
-def test_a_failing_native_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(3, native_kernel_fails)

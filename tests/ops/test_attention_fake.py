@@ -1,4 +1,4 @@
-"""Fake kernels of attention: `opcheck`, and the shapes and strides of real results."""
+"""Fake kernels of attention: the shapes and strides of real results; dynamic shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from symm_cp.schedule import head_tail_order
-from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, pairs
 
 OPS = torch.ops.symm_mem
@@ -59,7 +58,10 @@ def options_of(length: int, world_size: int) -> list[dict[str, Any]]:
     ]
 
 
-def serves_all_lengths(group: dist.ProcessGroup, number: int) -> None:
+@exhaustive
+@pytest.mark.parametrize("number", range(len(options_of(8, 2))))
+@pytest.mark.ranks(2)
+def test_dynamic_shapes(group: dist.ProcessGroup, number: int) -> None:
     """One graph serves all lengths, from which it computes the options."""
     torch._dynamo.reset()
     counters.clear()
@@ -81,17 +83,13 @@ def serves_all_lengths(group: dist.ProcessGroup, number: int) -> None:
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
 
 
-@exhaustive
-@pytest.mark.parametrize("number", range(len(options_of(8, 2))))
-def test_dynamic_shapes(ranks: Ranks, number: int) -> None:
-    ranks.run(2, serves_all_lengths, number)
-
-
 def described(tensors: Any) -> list[tuple[Any, ...]]:
     return [(t.shape, t.stride(), t.dtype, t.device.type) for t in tensors]
 
 
-def like_real(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.ranks
+def test_fake_results_are_like_real_ones(group: dist.ProcessGroup, world_size: int) -> None:
     name = group.group_name
     plain = torch.randn(2, 4, 8, 6)
     rows_first = torch.randn(2, 8, 4, 6).transpose(1, 2)
@@ -122,11 +120,6 @@ def like_real(group: dist.ProcessGroup) -> None:
             )
         assert described(found) == described(real), (query.stride(), chosen)
         assert described(found_grads) == described(grads), (query.stride(), chosen)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_fake_results_are_like_real_ones(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, like_real)
 
 
 def test_edges_on_the_host_for_tensors_on_a_gpu() -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.attention.attend import with_grad_of_lse
 from symm_cp.ops.attention.tiles import additive
 from symm_cp.schedule.tiles import Tile, squares
+from tests.ops.calls import CountedFunctions, CountedOps
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "masked"])
@@ -62,34 +60,6 @@ def test_rows_that_see_nothing() -> None:
     assert not grads[0][0, 0, 2].any()
 
 
-class Ops(TorchDispatchMode):
-    """Counts ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.counts[func.__name__.split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    """Counts torch's functions by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.counts[getattr(func, "__name__", "")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 Choose = Callable[[int], list[tuple[Any, bool]]]
 
 
@@ -130,7 +100,7 @@ def test_on_cuda_the_kernel_is_the_one_that_torch_would_choose(
     options = {"causal": not masked, "scale": None}
     results: list[torch.Tensor] = []
     for backward in (False, True):
-        with Ops() as ops, Functions() as functions:
+        with CountedOps() as ops, CountedFunctions() as functions:
             if backward:
                 attention_kernels.backward(results[0], query, key, key, *results, mask, **options)
             else:
@@ -179,7 +149,7 @@ def test_masks_of_tiles_are_kept_as_kernels_take_them() -> None:
     assert (mask.shape, mask.dtype) == (visible.shape, torch.bfloat16)
     assert mask.stride(0) % 16 == 0
     query, key = (torch.empty(2, 4, n, 64, device="meta", dtype=mask.dtype) for n in (6, 37))
-    with Ops() as ops:
+    with CountedOps() as ops:
         bias = attention_kernels._aligned(mask, query, key)
     assert bias.shape == (2, 4, 6, 37)
     assert set(ops.counts) == {"expand"}

@@ -18,6 +18,7 @@ from symm_cp.testing import Ranks
 from tests.allocations import allocated
 from tests.exhaustive import exhaustive, some
 from tests.ops.attention_cases import OP, Case, layouts, run_all
+from tests.ops.refusals import Wrong, check_disagreements, check_refusals
 
 HEADS = 2
 
@@ -129,7 +130,9 @@ def test_dtypes_in_longer_sequences(ranks: Ranks, world_size: int, dtype: torch.
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_invalid_masks_are_refused(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     q = torch.randn(2, HEADS, 6, 16)
     ids = torch.zeros(2, 6 * W, dtype=torch.int64)
@@ -141,40 +144,32 @@ def refused(group: dist.ProcessGroup) -> None:
         return {"is_causal": True, "prefix_lengths": torch.tensor(lengths)}
 
     prefixed = prefix(3)
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"document_ids": torn}, ValueError, "document_ids of sample 1 has document 0 at pos"),
-        ({"document_ids": ids[:, 1:]}, ValueError, "document_ids has shape"),
-        ({"document_ids": ids.float()}, TypeError, "document_ids is torch.float32"),
-        ({"key_mask": ids}, TypeError, "key_mask is torch.int64"),
-        ({"key_mask": seen.repeat(2, 1)}, ValueError, "key_mask has shape"),
-        (prefixed | {"document_ids": ids}, ValueError, "prefix_lengths and document_ids are both"),
-        ({"prefix_lengths": torch.tensor([3])}, ValueError, "prefix_lengths requires is_causal=Tr"),
-        (prefix(3.0), ValueError, "prefix_lengths is torch.float32"),
-        (prefix(3, 4, 5), ValueError, r"prefix_lengths is torch.int64 \[3\], must be int32 or"),
-        (prefix(1, -1), ValueError, r"prefix_lengths=\[1, -1\] must be between 0 and"),
-        (prefix(6 * W + 1), ValueError, "prefix_lengths=.* must be between 0 and"),
-    ]
-    for options, kind, message in wrong:
-        with pytest.raises(kind, match=f"^fused_all_gather_attention: {message}"):
-            OP(q, q, q, name, **options)
-    longer = torch.randn(2, HEADS, 7, 16)
-    with pytest.raises(ValueError, match="document_ids requires equal lengths"):
-        OP(longer, q, q, name, document_ids=torn.sort(1).values)
-    if W > 1:
-        # Masks must be identical on all ranks.
+    good = {"key_mask": seen, "document_ids": torn.sort(1).values}
+
+    def attend(query: torch.Tensor = q, **options: Any) -> torch.Tensor:
+        return OP(query, q, q, name, **options or good)[0]
+
+    wrong: list[Wrong] = [
+        (ValueError, "document_ids of sample 1 has document 0 at pos", {"document_ids": torn}),
+        (ValueError, "document_ids has shape", {"document_ids": ids[:, 1:]}),
+        (TypeError, "document_ids is torch.float32", {"document_ids": ids.float()}),
+        (ValueError, "document_ids requires equal lengths",
+         {"query": torch.randn(2, HEADS, 7, 16), "document_ids": torn.sort(1).values}),
+        (TypeError, "key_mask is torch.int64", {"key_mask": ids}),
+        (ValueError, "key_mask has shape", {"key_mask": seen.repeat(2, 1)}),
+        (ValueError, "prefix_lengths and document_ids are both", prefixed | {"document_ids": ids}),
+        (ValueError, "prefix_lengths requires is_causal=Tr", {"prefix_lengths": torch.tensor([3])}),
+        (ValueError, "prefix_lengths is torch.float32", prefix(3.0)),
+        (ValueError, r"prefix_lengths is torch.int64 \[3\], must be int32 or", prefix(3, 4, 5)),
+        (ValueError, r"prefix_lengths=\[1, -1\] must be between 0 and", prefix(1, -1)),
+        (ValueError, "prefix_lengths=.* must be between 0 and", prefix(6 * W + 1)),
+    ]  # fmt: skip
+    check_refusals(group, attend, wrong, "fused_all_gather_attention")
+    if W > 1:  # masks must be identical on all ranks
         different = seen.clone()
         different[0, 1] = rank == 0
-        with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
-            OP(q, q, q, name, key_mask=different)
-        with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
-            OP(q, q, q, name, **prefix(rank + 1))
-    out, _ = OP(q, q, q, name, key_mask=seen, document_ids=torn.sort(1).values)
-    assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_invalid_masks_are_refused(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
+        differing = [{"key_mask": different}, prefix(rank + 1)]
+        check_disagreements(attend, differing, "fused_all_gather_attention")
 
 
 def test_an_empty_batch_has_masks_too(ranks: Ranks) -> None:

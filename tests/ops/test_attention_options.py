@@ -1,9 +1,10 @@
-"""Soft caps, sinks, biases, dropout, widths of values and layouts of queries, against dense."""
+"""Options of attention, and layouts of queries, by keys and by heads, against dense attention."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,15 +72,38 @@ def each(world_size: int) -> list[Case]:
     ]
 
 
+METHODS = ("allgather", "ulysses")
+#: Numbers of heads for exchanges of them, by up to 4 ranks.
+HEADS: list[dict[str, int]] = [
+    {"heads": 4, "kv_heads": 4},
+    {"heads": 8, "kv_heads": 2},
+    {"heads": 8, "kv_heads": 1},
+    {"heads": 6, "kv_heads": 6},
+    {"heads": 6, "kv_heads": 2},
+]
+
+
+def run_by(group: dist.ProcessGroup, method: str, cases: list[Case]) -> None:
+    """Runs cases by a method; for exchanges of heads, the numbers of heads take turns."""
+    if method == "ulysses":
+        turns = zip(cases, itertools.cycle(HEADS), strict=False)
+        cases = [replace(case, options={"method": method}, **heads) for case, heads in turns]
+    run_all(group, cases, random.randrange(1 << 30))
+
+
 @ON_DEVICES
-def test_each_option(ranks: Ranks) -> None:
-    ranks.run(3, run_all, random.sample(each(3), 16), int(torch.randint(1 << 30, ())))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.ranks(3)
+def test_each_option(group: dist.ProcessGroup, method: str) -> None:
+    run_by(group, method, random.sample(each(3), 11))
 
 
 @exhaustive
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_option_with_each_mask(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, run_all, each(world_size), int(torch.randint(1 << 30, ())))
+@pytest.mark.ranks
+def test_each_option_with_each_mask(group: dist.ProcessGroup, world_size: int, method: str) -> None:
+    run_by(group, method, each(world_size))
 
 
 def combined(layout: SequenceLayout, chosen: random.Random) -> Case:
@@ -107,18 +131,25 @@ def combined(layout: SequenceLayout, chosen: random.Random) -> Case:
 
 
 @ON_DEVICES
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_combinations(ranks: Ranks, world_size: int) -> None:
-    seed = random.randrange(1 << 30)
-    chosen = random.Random(seed)
-    cases = [combined(layout, chosen) for layout in layouts(world_size) for _ in range(6)]
-    ranks.run(world_size, run_all, cases, seed)
+@pytest.mark.parametrize(
+    ("world_size", "method"),
+    some((2, "allgather"), (4, "ulysses"), of=itertools.product((1, 2, 3, 4), METHODS)),
+)
+@pytest.mark.ranks
+def test_combinations(group: dist.ProcessGroup, world_size: int, method: str) -> None:
+    chosen = random.Random(random.randrange(1 << 30))
+    cases = [combined(layout, chosen) for layout in layouts(world_size) for _ in range(5)]
+    run_by(group, method, cases)
 
 
 @ON_DEVICES
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
+@pytest.mark.parametrize(
+    ("world_size", "method"),
+    some((2, "allgather"), of=[*itertools.product((1, 2, 4), METHODS[:1]), (3, "ulysses")]),
+)
 @pytest.mark.exhaustive
-def test_many_rows(ranks: Ranks, world_size: int) -> None:
+@pytest.mark.ranks
+def test_many_rows(group: dist.ProcessGroup, world_size: int, method: str) -> None:
     """Enough rows and keys for several blocks of the kernels, and tiles with bands."""
     layout = head_tail(300 * world_size + 1, world_size)
     cases = [
@@ -128,15 +159,20 @@ def test_many_rows(ranks: Ranks, world_size: int) -> None:
             (
                 {"softcap": 2.0, "sinks": True, "bias": True, "dropout_p": 0.2, "with_lse": True},
                 {"left": 100, "softcap": 2.0, "bias": True},
+                {"with_lse": True},
             ),
         )
     ]
-    ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
+    run_by(group, method, cases)
 
 
 @ON_DEVICES
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "method"),
+    some((2, "allgather"), (2, "ulysses"), of=itertools.product((1, 2, 3, 4), METHODS)),
+)
+@pytest.mark.ranks
+def test_queries_of_another_layout(group: dist.ProcessGroup, world_size: int, method: str) -> None:
     W = world_size
     keys, uneven = head_tail(11 * W + 2, W), sequential(7 * W + 1, W)
     same = sequential(11 * W + 2, W)  # the keys' sequence, spread differently
@@ -151,40 +187,48 @@ def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
         made(keys, same, padded=True),
         made(sequential(0, W), uneven, sinks=True, with_lse=True),
         made(sequential(0, W), uneven, bias=True, value_features=3),
+        made(keys, sequential(0, W), sinks=True, with_lse=True),
     ]
-    ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
+    run_by(group, method, cases)
+    if method == "ulysses":  # without a mask queries of another length need no layout
+        run_by(group, method, [Case(sequential(5 * W, W), queries=3, dtype=torch.float64)])
 
 
 # --- dropout ---------------------------------------------------------------------------------
 
 
 def masks_of_dropout(
-    group: dist.ProcessGroup, layout: SequenceLayout, rotate: str, seed: int
+    group: dist.ProcessGroup, layout: SequenceLayout, method: str, heads: tuple[int, int], seed: int
 ) -> None:
     """One-hot values show which weights forward, backward and recomputed passes drop."""
-    B, H, S, p, rank = 2, 3, layout.length, 0.4, group.rank()
+    B, (H, G), S, p, rank = 2, heads, layout.length, 0.4, group.rank()
     rows = positions(layout, rank)
     weights = philox.kept(*map(torch.arange, (B, H, S, S)), p=p, seed=seed).double()  # type: ignore[arg-type]
     weights = weights.tril() / (1 - p) / torch.arange(1, S + 1).unsqueeze(1)
-    q, k = (torch.zeros(B, H, len(rows), 4, dtype=torch.float64) for _ in range(2))
-    v = torch.eye(S, dtype=torch.float64)[rows].expand(B, H, -1, -1).clone().requires_grad_()
+    q, k = (torch.zeros(B, n, len(rows), 4, dtype=torch.float64) for n in (H, G))
+    one_hot = torch.eye(S, dtype=torch.float64)[rows]
+    v = one_hot.expand(B, G, -1, -1).clone().requires_grad_()
     options = {"chunk_order": layout.chunk_order, "chunk_lengths": layout.chunk_lengths}
+    if method == "ulysses":
+        options["method"] = method
 
     def attend(v: torch.Tensor) -> torch.Tensor:
         drawn = torch.tensor(seed, device="cpu")
         out: torch.Tensor = OP(
-            q, k, v, group.group_name, is_causal=True, dropout_p=p, dropout_seed=drawn, **options
-        )[0]
+            q, k, v, group.group_name, is_causal=True, dropout_p=p, dropout_seed=drawn,
+            enable_gqa=True, **options,
+        )[0]  # fmt: skip
         return out
 
-    set_rotate_method(rotate)
+    set_rotate_method("alltoall" if method == "alltoall" else "allgather")
     try:
         for recomputed in (False, True):
             out = checkpoint(attend, v, use_reentrant=False) if recomputed else attend(v)
             torch.testing.assert_close(out, weights[:, :, rows], rtol=1e-12, atol=0)
             # The gradient of value j is the sum of the weights that it has in each row.
-            (grad,) = torch.autograd.grad(out, v, v.detach())
-            torch.testing.assert_close(grad, weights.mT[:, :, rows], rtol=1e-12, atol=0)
+            (grad,) = torch.autograd.grad(out, v, one_hot.expand_as(out))
+            of_keys = weights.mT.unflatten(1, (G, -1)).sum(2)
+            torch.testing.assert_close(grad, of_keys[:, :, rows], rtol=1e-12, atol=0)
     finally:
         set_rotate_method("allgather")
 
@@ -200,12 +244,16 @@ def test_the_same_weights_are_dropped_in_every_layout(ranks: Ranks, world_size: 
     custom = SequenceLayout(world_size, tuple(order), tuple(lengths))
     seed = random.choice([0, 7, -1, (1 << 63) - 1, random.randrange(1 << 63)])
     for layout in (head_tail(37, world_size), sequential(37, world_size), custom):
-        for rotate in ("allgather", "alltoall"):
-            ranks.run(world_size, masks_of_dropout, layout, rotate, seed)
+        for method in ("allgather", "alltoall", "ulysses"):
+            heads = random.choice([(4, 4), (8, 2), (5, 5)])
+            ranks.run(world_size, masks_of_dropout, layout, method, heads, seed)
 
 
-def heads_apart(group: dist.ProcessGroup, seed: int) -> None:
+@ON_DEVICES
+@pytest.mark.ranks(2)
+def test_the_same_weights_are_dropped_in_part_of_the_heads(group: dist.ProcessGroup) -> None:
     """The last heads alone give their part of the attention and gradients of all heads."""
+    seed = random.randrange(1 << 62)
     rank, W, first = group.rank(), group.size(), 1
     generator = torch.Generator().manual_seed(seed)
     q, k, v, grad = torch.randn(
@@ -229,12 +277,8 @@ def heads_apart(group: dist.ProcessGroup, seed: int) -> None:
     dist.barrier(group)
 
 
-@ON_DEVICES
-def test_the_same_weights_are_dropped_in_part_of_the_heads(ranks: Ranks) -> None:
-    ranks.run(2, heads_apart, random.randrange(1 << 62))
-
-
-def differing_seeds(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_with_different_seeds_are_told_to_seed_alike(group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
     seed = torch.tensor([(1 << 62) + group.rank()])
     with pytest.raises(RuntimeError, match=r"dropout_seed=-?\d+: must be equal") as caught:
@@ -250,14 +294,11 @@ def differing_seeds(group: dist.ProcessGroup) -> None:
     assert unused.isfinite().all()
 
 
-def test_ranks_with_different_seeds_are_told_to_seed_alike(ranks: Ranks) -> None:
-    ranks.run(2, differing_seeds)
-
-
 # --- rows without keys, gradients, modes -----------------------------------------------------
 
 
-def only_sinks(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_rows_that_see_only_a_sink(group: dist.ProcessGroup) -> None:
     q, k, v = (torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(3))
     sinks = torch.tensor([0.5, -torch.inf], requires_grad=True)
     hidden = torch.zeros(1, 6 * group.size(), dtype=torch.bool)
@@ -267,7 +308,3 @@ def only_sinks(group: dist.ProcessGroup) -> None:
     grads = torch.autograd.grad(out.sum() + lse[:, 0].sum(), (q, k, v, sinks))
     assert not any(grad.any() for grad in grads[:3])
     assert torch.equal(grads[3], torch.tensor([12.0, 0.0]))
-
-
-def test_rows_that_see_only_a_sink(ranks: Ranks) -> None:
-    ranks.run(2, only_sinks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,9 @@ import symm_cp
 from symm_cp.context_parallel import ContextParallel, context_parallel
 from symm_cp.ops import autocast
 from symm_cp.ops.op import Caller, Op, declared
-from symm_cp.testing import Ranks
 from tests.ops.calls import OPS, Call, Tensors, calls, is_real, leaves
 from tests.ops.functions import functions
-from tests.tensor_parallel.common import fused_plan, mesh_of
+from tests.tensor_parallel.common import mesh_of
 
 #: How many of an op's first arguments each rule casts.
 CAST = {autocast.cast: None, autocast.cast_query_key_value: 3, autocast.cast_operands: 2}
@@ -57,7 +55,9 @@ def gradients(
         return [out.detach() for out in outputs], list(torch.autograd.grad(loss, given))
 
 
-def casts(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+@DTYPES
+@pytest.mark.ranks(2)
+def test_casts_inputs(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     for name, call in calls(group, torch.float32).items():
         expected, grads = gradients(call, call.inputs, dtype if name in CASTING else None, name)
         casted = narrowed(name, call.inputs, dtype)
@@ -83,11 +83,6 @@ def casts(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
             assert torch.equal(got, want), name  # float64 stays as it is
 
 
-@DTYPES
-def test_casts_inputs(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(2, casts, dtype)
-
-
 #: Functions that multiply by weights or keys, and so return 16 bits.
 NARROWED = (
     "gather", "scatter", "all-reduce", "average", "uneven parts", "attention", "spread cache",
@@ -95,18 +90,16 @@ NARROWED = (
 )  # fmt: skip
 
 
-def narrows(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_functions_that_narrow_their_results(group: dist.ProcessGroup) -> None:
     for name, call in functions(group, torch.float32).items():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = call.run(*call.inputs)[0]
         assert out.dtype == (torch.bfloat16 if name.startswith(NARROWED) else torch.float32), name
 
 
-def test_functions_that_narrow_their_results(ranks: Ranks) -> None:
-    ranks.run(2, narrows)
-
-
-def widens(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_all_gather_kv_takes_the_wider_dtype(group: dist.ProcessGroup) -> None:
     k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = symm_cp.all_gather_kv(k, v, group=group)
@@ -119,11 +112,8 @@ def widens(group: dist.ProcessGroup) -> None:
         symm_cp.all_gather_kv(k, v, group=group)
 
 
-def test_all_gather_kv_takes_the_wider_dtype(ranks: Ranks) -> None:
-    ranks.run(2, widens)
-
-
-def in_backward(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_backward_under_autocast(group: dist.ProcessGroup) -> None:
     """A backward pass under autocast computes in the dtypes of the forward pass."""
     for name, call in calls(group, torch.float32).items():
         given = leaves(call.inputs)
@@ -136,11 +126,8 @@ def in_backward(group: dist.ProcessGroup) -> None:
             assert torch.equal(got, want), name
 
 
-def test_backward_under_autocast(ranks: Ranks) -> None:
-    ranks.run(2, in_backward)
-
-
-def in_second_backward(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_second_backward_under_autocast(group: dist.ProcessGroup) -> None:
     W, name = group.size(), group.group_name
 
     def gather(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -160,10 +147,6 @@ def in_second_backward(group: dist.ProcessGroup) -> None:
             assert torch.equal(got, want), run.__name__
 
 
-def test_second_backward_under_autocast(ranks: Ranks) -> None:
-    ranks.run(2, in_second_backward)
-
-
 class Attention(nn.Module):
     """A norm that autocast leaves in float32, projections, attention."""
 
@@ -177,7 +160,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q.float() * 2, k.float() + 1, v, is_causal=True)
 
 
-def models(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_context_parallel(group: dist.ProcessGroup) -> None:
     x, dense = torch.randn(2, 8, 8), Attention()
     parallel = parallelize_module(copy.deepcopy(dense), mesh_of(group), ContextParallel())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -190,50 +174,8 @@ def models(group: dist.ProcessGroup) -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parallel.parameters())
 
 
-def test_context_parallel(ranks: Ranks) -> None:
-    ranks.run(2, models)
-
-
-class Mixed(nn.Module):
-    """A column-wise and a row-wise linear behind a float32 norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.w1, self.w3, self.w2 = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-def styles(group: dist.ProcessGroup, how: str) -> None:
-    W, rank = group.size(), group.rank()
-    dense = Mixed()
-    full = torch.randn(2, 3 * W, 8)
-    expected: Any = None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = dense(full)
-    model = parallelize_module(copy.deepcopy(dense), mesh_of(group), fused_plan())
-    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True)
-    x = full.chunk(W, 1)[rank].contiguous().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = run(x)
-    assert out.dtype == expected.dtype == torch.bfloat16
-    # Sums of up to 12 products of numbers below 4, rounded to 8 bits a few times over.
-    torch.testing.assert_close(out, expected.chunk(W, 1)[rank], atol=0.05, rtol=0.05)
-    out.float().sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_tensor_parallel(ranks: Ranks, how: str) -> None:
-    ranks.run(2, styles, how)
-
-
-def compiled(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_compiled(group: dist.ProcessGroup) -> None:
     name = group.group_name
     x, w, v = torch.randn(4, 8), torch.randn(8, 6), torch.randn(6, 8)
     q = torch.randn(1, 2, 16, 4)
@@ -255,7 +197,3 @@ def compiled(group: dist.ProcessGroup) -> None:
         results.append([loss.detach(), *torch.autograd.grad(loss, given)])
     for got, want in zip(results[1], results[0], strict=True):
         assert torch.equal(got, want)
-
-
-def test_compiled(ranks: Ranks) -> None:
-    ranks.run(2, compiled)

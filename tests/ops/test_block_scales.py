@@ -12,11 +12,10 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import tuning
 from symm_cp.tensors.shards import Split
-from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import pairs, some
-from tests.ops.test_scaled_matmuls import by_plan, float8, scales
-from tests.ops.test_small_matmuls import lengths
+from tests.ops.refusals import Wrong, check_refusals
+from tests.ops.test_scaled_matmuls import by_plan, float8, lengths, scales
 
 E8 = torch.float8_e8m0fnu
 E4 = torch.float8_e4m3fn
@@ -56,10 +55,18 @@ def drawn(kind: str, *lead: int) -> Blocks:
     return Blocks(packed.view(torch.float4_e2m1fn_x2), scale, exact)
 
 
-def products(
-    group: dist.ProcessGroup, kind: str, dim: int, uneven: bool, dtype: torch.dtype, seed: int
+FEW = [(2, "MXFP8", 0, False, torch.float32), (3, "NVFP4", 1, True, torch.bfloat16)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALL = pairs((1, 2, 3, 4), FORMATS, (0, 1, 2), (False, True), DTYPES, also=FEW)
+
+
+@pytest.mark.parametrize(("world_size", "kind", "dim", "uneven", "dtype"), some(*FEW, of=ALL))
+@pytest.mark.ranks
+def test_results(
+    group: dist.ProcessGroup, world_size: int, kind: str, dim: int, uneven: bool, dtype: torch.dtype
 ) -> None:
     """All three ops, on the drawn parts of all ranks."""
+    seed = random.randrange(1 << 30)
     torch.manual_seed(seed)  # every rank draws the data of all ranks
     rank, W = group.rank(), group.size()
     options: Any = {"group": group, "out_dtype": dtype}
@@ -99,26 +106,14 @@ def products(
 
     assert by_plan(scatter)
     out = scatter()
-    value, magnitude, partials = (
-        split.of(rank, each) for each in (total.value, total.magnitude, total.partials)
-    )
-    reference.Expected(value, magnitude, total.terms, partials).check(out)
+    total.parts(split.sizes, dim)[rank].check(out)
     total.check(symm_cp.scaled_matmul_all_reduce(*operands, bias=bias, **options))
 
 
-FEW = [(2, "MXFP8", 0, False, torch.float32), (3, "NVFP4", 1, True, torch.bfloat16)]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL = pairs((1, 2, 3, 4), FORMATS, (0, 1, 2), (False, True), DTYPES, also=FEW)
-
-
-@pytest.mark.parametrize(("world_size", "kind", "dim", "uneven", "dtype"), some(*FEW, of=ALL))
-def test_results(
-    ranks: Ranks, world_size: int, kind: str, dim: int, uneven: bool, dtype: torch.dtype
-) -> None:
-    ranks.run(world_size, products, kind, dim, uneven, dtype, random.randrange(1 << 30))
-
-
-def in_every_mode(group: dist.ProcessGroup, kind: str) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_modes(group: dist.ProcessGroup, world_size: int, kind: str) -> None:
     x, weight = drawn(kind, 4 * group.size()), drawn(kind, 8)
     options: Any = {"group": group, "out_dtype": torch.float32}
 
@@ -141,15 +136,10 @@ def in_every_mode(group: dist.ProcessGroup, kind: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_modes(ranks: Ranks, world_size: int, kind: str) -> None:
-    ranks.run(world_size, in_every_mode, kind)
-
-
-def refused(group: dist.ProcessGroup) -> None:
-    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
-    W, rank = group.size(), group.rank()
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
+    W = group.size()
     x, weight, narrow = drawn("MXFP8", 2 * W), drawn("MXFP8", 8), drawn("NVFP4", 2 * W)
     good: dict[str, Any] = {
         "a": x.rows, "b": weight.rows.t(), "of_a": x.scale, "of_b": weight.scale
@@ -157,7 +147,7 @@ def refused(group: dist.ProcessGroup) -> None:
     odd = {"a": x.rows[:, :40], "b": weight.rows.t()[:40]}
     mixed = {"a": narrow.rows, "b": weight.rows.t()[:32], "of_b": weight.scale[:, :1]}
     one = torch.ones(())
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    wrong: list[Wrong] = [
         (ValueError, r"(a|shard)_scale of shape .* a scale for each 32", {"of_a": x.scale[:, :1]}),
         (ValueError, r"(a|shard)_scale of shape .* a scale for each 32", {"of_a": x.scale[:1]}),
         (
@@ -181,15 +171,12 @@ def refused(group: dist.ProcessGroup) -> None:
             lambda: symm_cp.scaled_matmul_all_reduce(a, b, of_a, of_b, **options),
         ]
 
-    want = [call() for call in calls()]
-    for error, text, changed in wrong:
-        for bad, right, expected in zip(calls(**changed), calls(), want, strict=True):
-            with pytest.raises(error, match=text):
-                bad()
-            if W > 1:
-                with pytest.raises((error, RuntimeError), match=text if rank == 1 else "rank 1"):
-                    (bad if rank == 1 else right)()
-            assert torch.equal(right(), expected)
+    for number in range(3):
+
+        def call(number: int = number, **changed: Any) -> torch.Tensor:
+            return calls(**changed)[number]()
+
+        check_refusals(group, call, wrong)
     with pytest.raises(NotImplementedError, match="gather_dim=1 is the last dimension"):
         symm_cp.scaled_all_gather_matmul(
             x.rows, torch.cat([weight.rows] * W, 1).t(), x.scale,
@@ -197,12 +184,8 @@ def refused(group: dist.ProcessGroup) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def they_differ(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(group: dist.ProcessGroup) -> None:
     """One rank has a scale per row, the other a scale per block, with one block in each row."""
     x, weight = float8(4, 32), float8(8, 32)
     of_x, of_weight = torch.ones(4, 1), torch.ones(1, 8)
@@ -211,7 +194,3 @@ def they_differ(group: dist.ProcessGroup) -> None:
     for algorithm in (None, "shards"):
         with tuning.forced(algorithm), pytest.raises(RuntimeError, match="ranks disagree"):
             symm_cp.scaled_all_gather_matmul(x, weight.t(), of_x, of_weight, group=group)
-
-
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    ranks.run(2, they_differ)

@@ -20,7 +20,8 @@ from symm_cp.group import memory
 from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.ops.calls import alone, caller, completed
+from tests.ops.calls import alone, caller, completed, reduced, symmetric
+from tests.ops.refusals import check_refusals
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -36,30 +37,19 @@ def numbers(group: dist.ProcessGroup, length: int, dtype: torch.dtype) -> list[t
     return [torch.randint(-100, 100, (length,)).to(dtype) for _ in range(group.size())]
 
 
-def reduced(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """The sum in rank order, computed in float32 for 16-bit types."""
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    if reduce_op == "avg" and dtype.is_complex:  # torch divides by a complex number
-        return torch.view_as_complex(torch.view_as_real(total) / len(parts))
-    return (total / len(parts) if reduce_op == "avg" else total).to(dtype)
-
-
-def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A copy in symmetric memory, at a different offset on each rank."""
-    block = symm_mem.empty(like.numel() + group.size(), dtype=like.dtype, device="cpu")
-    symm_mem.rendezvous(block, group)
-    return block.narrow(0, group.rank(), like.numel()).view(like.shape).copy_(like)
-
-
 def strided(like: torch.Tensor) -> torch.Tensor:
     return torch.stack([like, like], -1)[..., 0]
 
 
-def all_reduces(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        *((2, dtype) for dtype in DTYPES[:3]), (1, DTYPES[0]), (3, DTYPES[0]), (4, DTYPES[2]),
+        of=[(world_size, dtype) for world_size in (1, 2, 3, 4) for dtype in DTYPES],
+    ),
+)  # fmt: skip
+@pytest.mark.ranks
+def test_all_reduces(group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     name, rank = group.group_name, group.rank()
     reduce_ops = ("sum", "avg") if dtype.is_floating_point or dtype.is_complex else ("sum",)
     places: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -87,18 +77,9 @@ def all_reduces(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
                 assert torch.equal(x, expected), (length, reduce_op)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    some(
-        *((2, dtype) for dtype in DTYPES[:3]), (1, DTYPES[0]), (3, DTYPES[0]), (4, DTYPES[2]),
-        of=[(world_size, dtype) for world_size in (1, 2, 3, 4) for dtype in DTYPES],
-    ),
-)  # fmt: skip
-def test_all_reduces(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, all_reduces, dtype)
-
-
-def writes_over_its_input(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_a_result_in_the_memory_of_the_input(group: dist.ProcessGroup, world_size: int) -> None:
     """Writes results into the memory of inputs, exactly or in part."""
     name, rank, W = group.group_name, group.rank(), group.size()
     for place in (torch.clone, lambda x: symmetric(x, group)):
@@ -116,11 +97,8 @@ def writes_over_its_input(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_a_result_in_the_memory_of_the_input(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, writes_over_its_input)
-
-
-def scatters(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_reduce_scatter(group: dist.ProcessGroup, world_size: int) -> None:
     name, rank, W = group.group_name, group.rank(), group.size()
     for rows, columns in ((1, 3), (0, 2), (300, 700)):
         given = [t.view(rows * W, columns * W) for t in numbers(group, rows * columns * W * W,
@@ -135,11 +113,10 @@ def scatters(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_reduce_scatter(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scatters)
-
-
-def overwrites(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_inputs_of_background_collectives_may_be_overwritten(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     """A plain input may be overwritten at once, even while transfers are in flight."""
     name, rank, W = group.group_name, group.rank(), group.size()
     for length in (10, 60_000, 150_001, *([700_003] if W == 2 else [])):
@@ -166,11 +143,8 @@ def overwrites(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_inputs_of_background_collectives_may_be_overwritten(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, overwrites)
-
-
-def gathers_kv(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_large_keys_and_values(group: dist.ProcessGroup, world_size: int) -> None:
     """Rows are right wherever pieces cut them."""
     W, rank = group.size(), group.rank()
     for length, uneven in ((1000, None), (3, None), (500, [500, *(rank for rank in range(1, W))])):
@@ -185,13 +159,9 @@ def gathers_kv(group: dist.ProcessGroup) -> None:
             assert whole.is_contiguous()
 
 
-@WORLD_SIZES
-def test_large_keys_and_values(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gathers_kv)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
-    """One rank refuses a call and its peers are told; then all ranks make a good call."""
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.ranks
+def test_refusals(group: dist.ProcessGroup, world_size: int) -> None:
     name, ones = group.group_name, torch.ones
     x, out = ones(4), ones(4)
     half, gaps = ones(4).half(), ones(4, 2)[:, 0]
@@ -226,28 +196,21 @@ def refuses(group: dist.ProcessGroup) -> None:
         (r"two_shot_all_reduce_out: has no gradient",
          lambda: OPS.two_shot_all_reduce_out(leaf, "sum", name, out)),
     ]  # fmt: skip
-    victim = group.size() - 1
-    OPS.one_shot_all_reduce(x, "sum", name)
-    for message, call in cases:
-        if group.rank() == victim:
-            with pytest.raises(RuntimeError, match=message):
-                call()
-        else:
-            with pytest.raises(RuntimeError, match=rf"RuntimeError on rank {victim}: \w+: "):
-                OPS.one_shot_all_reduce(x, "sum", name)
-        assert torch.equal(OPS.one_shot_all_reduce(x, "sum", name), x * group.size())
+    check_refusals(
+        group,
+        lambda: OPS.one_shot_all_reduce(x, "sum", name),
+        [(RuntimeError, *case) for case in cases],
+    )
     for message, call in unheard:
         with pytest.raises(RuntimeError, match=message):
             call()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_refusals(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refuses)
-
-
-def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_the_test_mode_of_torch(group: dist.ProcessGroup, world_size: int) -> None:
     """torch's test mode runs ops over the process group, with the same results."""
+    seed = random.randrange(1 << 30)
     channels = [memory.resolve(group).workspace(channel) for channel in ("sync", "async")]
     for op in declared():
         # Native kernels of experts and of ops on peers' memory know no test mode.
@@ -272,11 +235,6 @@ def in_test_mode(group: dist.ProcessGroup, seed: int) -> None:
             near = {"rtol": 1e-5, "atol": 1e-4} if one.dtype == torch.float32 else {}
             near = {"rtol": 2.0**-6, "atol": 0.1} if one.dtype == torch.bfloat16 else near
             torch.testing.assert_close(one, other, msg=lambda text, op=op: op.name + text, **near)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_test_mode, random.randrange(1 << 30))
 
 
 def in_test_mode_without_peers(group: dist.ProcessGroup) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.calls import OPS
 
@@ -48,7 +47,12 @@ def all_of_them(group: dist.ProcessGroup) -> Callable[..., list[torch.Tensor]]:
     return run
 
 
-def collectives(group: dist.ProcessGroup, backend: str) -> None:
+# Inductor compiles some twenty kernels here; each run has the usual ones in `test_gradients`.
+@pytest.mark.parametrize(
+    ("backend", "world_size"), some(("aot_eager", 3), of=[("aot_eager", 3), ("inductor", 2)])
+)
+@pytest.mark.ranks
+def test_collectives(group: dist.ProcessGroup, world_size: int, backend: str) -> None:
     run = all_of_them(group)
     torch._dynamo.reset()
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=backend == "inductor")
@@ -62,15 +66,8 @@ def collectives(group: dist.ProcessGroup, backend: str) -> None:
         dist.barrier(group)  # before memory that peers read is freed
 
 
-# Inductor compiles some twenty kernels here; each run has the usual ones in `test_gradients`.
-@pytest.mark.parametrize(
-    ("backend", "world_size"), some(("aot_eager", 3), of=[("aot_eager", 3), ("inductor", 2)])
-)
-def test_collectives(ranks: Ranks, backend: str, world_size: int) -> None:
-    ranks.run(world_size, collectives, backend)
-
-
-def wrong_out(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_refuses_another_shape(group: dist.ProcessGroup) -> None:
     name, x = group.group_name, torch.ones(4, 2)
 
     def write(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -81,11 +78,9 @@ def wrong_out(group: dist.ProcessGroup) -> None:
         compiled(x, torch.empty(4, 1))
 
 
-def test_refuses_another_shape(ranks: Ranks) -> None:
-    ranks.run(1, wrong_out)
-
-
-def remote(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_remote_tensors_are_not_written_to(group: dist.ProcessGroup) -> None:
     """Peers' memory is only read: the compiler never reuses it for its own results."""
     W, rank, name = group.size(), group.rank(), group.group_name
     own = symmetric(torch.full((4, 4), rank + 1.0), group)
@@ -109,15 +104,15 @@ def remote(group: dist.ProcessGroup) -> None:
         torch.compile(by_op, fullgraph=True)(own)
 
 
-@pytest.mark.exhaustive
-def test_remote_tensors_are_not_written_to(ranks: Ranks) -> None:
-    ranks.run(2, remote)
-
-
 ALIKE = ["all_gather_matmul", "one_shot_all_reduce"]
 
 
-def two_alike(group: dist.ProcessGroup, op: str) -> None:
+@pytest.mark.parametrize(
+    "op", some("all_gather_matmul", of=["all_gather_matmul", "one_shot_all_reduce"])
+)
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_calls_keep_their_order_whatever_the_shapes(group: dist.ProcessGroup, op: str) -> None:
     """Inductor would swap these calls to save memory, if not for rank 1's larger product."""
     rank, W, name = group.rank(), group.size(), group.group_name
     w = torch.eye(256)
@@ -142,11 +137,3 @@ def two_alike(group: dist.ProcessGroup, op: str) -> None:
     whole = sum(shards) if op == "one_shot_all_reduce" else torch.cat(shards)
     torch.testing.assert_close(first, whole)
     torch.testing.assert_close(second, 2 * whole)
-
-
-@pytest.mark.parametrize(
-    "op", some("all_gather_matmul", of=["all_gather_matmul", "one_shot_all_reduce"])
-)
-@pytest.mark.exhaustive
-def test_calls_keep_their_order_whatever_the_shapes(ranks: Ranks, op: str) -> None:
-    ranks.run(2, two_alike, op)

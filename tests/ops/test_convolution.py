@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, pairs, some
+from tests.ops.refusals import Wrong, check_refusals
 from tests.ops.test_recurrence import EDGES, KINDS, layout_of, options_of
 
 pytestmark = device.devices("cpu", "simulated")
@@ -86,27 +87,22 @@ def test_dtypes(ranks: Ranks, dtype: torch.dtype, packed: str) -> None:
     ranks.run(2, runs, "equal", packed, dtype)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     x, weight, number = torch.randn(2, 3, 8), torch.randn(3, 4), 3
-    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
-        (TypeError, "weight is 3, must be a tensor", (x, number), {}),
-        (TypeError, "x is torch.int64, must be float64", (x.long(), weight), {}),
-        (TypeError, "weight is torch.float64 on cpu, x torch.float32", (x, weight.double()), {}),
-        (ValueError, r"weight \[4, 4\] must be \(channels, taps\)", (x, torch.ones(4, 4)), {}),
-        (ValueError, r"bias has shape \[2\], must be \[3\]", (x, weight, torch.ones(2)), {}),
-        (ValueError, "must ascend from 0 to the 16", (x, weight), {"cu_seqlens": [0, 8]}),
-        (TypeError, "a sequence of ints", (x, weight), {"cu_seqlens": [0.0, 16.0]}),
-        (ValueError, r"sizes=\[9, 7\] must have 2", (x, weight),
-         {"cu_seqlens": [0, 16], "sizes": [9, 7]}),
-    ]  # fmt: skip
-    for kind, message, tensors, options in wrong:
-        with pytest.raises(kind, match=f"causal_convolution: .*{message}"):
-            symm_cp.causal_convolution(*tensors, group=group, **options)
+    good = partial(symm_cp.causal_convolution, x=x, weight=weight, group=group)
+    wrong: list[Wrong] = [
+        (TypeError, "weight is 3, must be a tensor", {"weight": number}),
+        (TypeError, "x is torch.int64, must be float64", {"x": x.long()}),
+        (TypeError, "weight is torch.float64 on cpu, x torch.float32", {"weight": weight.double()}),
+        (ValueError, r"weight \[4, 4\] must be \(channels, taps\)", {"weight": torch.ones(4, 4)}),
+        (ValueError, r"bias has shape \[2\], must be \[3\]", {"bias": torch.ones(2)}),
+        (ValueError, "must ascend from 0 to the 16", {"cu_seqlens": [0, 8]}),
+        (TypeError, "a sequence of ints", {"cu_seqlens": [0.0, 16.0]}),
+        (ValueError, r"sizes=\[9, 7\] must have 2", {"cu_seqlens": [0, 16], "sizes": [9, 7]}),
+    ]
+    check_refusals(group, good, wrong, "causal_convolution")
     edges = [0, 5 + group.rank(), 16]
     with pytest.raises(RuntimeError, match=r"differ between .* in cu_seqlens"):
-        symm_cp.causal_convolution(x, weight, group=group, cu_seqlens=edges)
-    symm_cp.causal_convolution(x, weight, group=group)
-
-
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
+        good(cu_seqlens=edges)
+    good()

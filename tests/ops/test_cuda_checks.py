@@ -15,7 +15,6 @@ from symm_cp import tuning
 from symm_cp.ops import common
 from symm_cp.ops.common import WITH_SIZES
 from symm_cp.ops.matmul import operands
-from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -107,7 +106,8 @@ _REFUSED: dict[str, tuple[type[Exception], str, Callable[[str], Any]]] = {
 }
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_gpus_do_not_multiply_is_refused_first(group: dist.ProcessGroup) -> None:
     name = group.group_name
     for error, match, call in _REFUSED.values():
         with FakeTensorMode(), torch.device("cuda"), pytest.raises(error, match=match):
@@ -125,11 +125,8 @@ def refuses(group: dist.ProcessGroup) -> None:
         _REFUSED[case][2](name)  # CPUs multiply them
 
 
-def test_what_gpus_do_not_multiply_is_refused_first(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def scaled_refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_scaled_matmuls_refuse_what_has_no_kernel(group: dist.ProcessGroup) -> None:
     """Arguments that `_scaled_mm` accepts on no device."""
     name, a, b = group.group_name, float8(4, 16), by_columns(16, 16)
     for error, match, call in (
@@ -146,11 +143,8 @@ def scaled_refuses(group: dist.ProcessGroup) -> None:
             call()
 
 
-def test_scaled_matmuls_refuse_what_has_no_kernel(ranks: Ranks) -> None:
-    ranks.run(2, scaled_refuses)
-
-
-def same_without_sizes(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ops_with_sizes_may_be_called_without(group: dist.ProcessGroup) -> None:
     """On CUDA, functions and passes call these ops, as torch's ops run torch's kernels there."""
     name, wait = group.group_name, torch.ops._c10d_functional.wait_tensor
     torch.manual_seed(0)
@@ -179,10 +173,6 @@ def same_without_sizes(group: dist.ProcessGroup) -> None:
                 found += torch.autograd.grad(result.sum(), leaf)
         for got, want in zip(found[len(found) // 2 :], found[: len(found) // 2], strict=True):
             assert torch.equal(got, want), torchs
-
-
-def test_ops_with_sizes_may_be_called_without(ranks: Ranks) -> None:
-    ranks.run(2, same_without_sizes)
 
 
 def test_functions_run_our_kernels_where_torch_has_its_own() -> None:

@@ -23,12 +23,10 @@ import symm_cp
 from symm_cp import native, runtime
 from symm_cp.cuda.plans import refusals
 from symm_cp.ops.call import Call
-from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, some
 from tests.hosts.apart import spread_out
 from tests.ops.calls import python_calls
-from tests.ops.test_small_matmuls import NEAR
 
 ROOT = Path(symm_cp.__file__).parent.parent
 PAGE = (ROOT / "symm_cp" / "ops" / "README.md").read_text()
@@ -36,6 +34,8 @@ EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.split("## An op of your own")[
 if not hasattr(funcol, "all_gather_single"):  # before torch 2.13
     EXAMPLE = EXAMPLE.replace("all_gather_single", "all_gather_tensor")
     EXAMPLE = EXAMPLE.replace("reduce_scatter_single", "reduce_scatter_tensor")
+# A product of float32 numbers near 1, of inner lengths up to 40, and of sums of them.
+NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 own = ModuleType("own")
 exec(compile(EXAMPLE, "symm_cp/ops/README.md", "exec"), own.__dict__)
 
@@ -73,7 +73,14 @@ def trained(run: Callable[..., torch.Tensor], given: list[torch.Tensor], name: s
     return [y.detach(), *torch.autograd.grad(y, (x, w), given[2])]
 
 
-def same_as_dense(group: dist.ProcessGroup, seed: int, dtype: torch.dtype) -> None:
+@device.devices("cpu", "simulated")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.ranks
+def test_results_and_gradients(
+    group: dist.ProcessGroup, world_size: int, dtype: torch.dtype
+) -> None:
+    seed = 7
     name, op = group.group_name, own.gather_silu_matmul
     given, expected = inputs(group, seed, dtype)
     first = trained(op, given, name)
@@ -86,14 +93,10 @@ def same_as_dense(group: dist.ProcessGroup, seed: int, dtype: torch.dtype) -> No
         assert torch.equal(op(*given[:2], name), first[0])
 
 
-@device.devices("cpu", "simulated")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_results_and_gradients(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, same_as_dense, 7, dtype)
-
-
-def compiled(group: dist.ProcessGroup, dynamic: bool) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.ranks
+def test_compiled(group: dist.ProcessGroup, world_size: int, dynamic: bool) -> None:
     torch._dynamo.reset()
     name, op = group.group_name, own.gather_silu_matmul
     given, _ = inputs(group, 3, torch.float32)
@@ -112,13 +115,9 @@ def compiled(group: dist.ProcessGroup, dynamic: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(ranks: Ranks, world_size: int, dynamic: bool) -> None:
-    ranks.run(world_size, compiled, dynamic)
-
-
-def modes(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_modes(group: dist.ProcessGroup, world_size: int) -> None:
     name, op = group.group_name, own.gather_silu_matmul
     (x, w, grad), _ = inputs(group, 5, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -149,12 +148,8 @@ def modes(group: dist.ProcessGroup) -> None:
     torch.library.opcheck(op, (leaf, w, name), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_modes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, modes)
-
-
-def apart(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_on_several_hosts(group: dist.ProcessGroup) -> None:
     given, expected = inputs(group, 5, torch.float64)
     with spread_out(group, "01"):
         found = trained(own.gather_silu_matmul, given, group.group_name)
@@ -162,11 +157,8 @@ def apart(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def test_ranks_on_several_hosts(ranks: Ranks) -> None:
-    ranks.run(2, apart)
-
-
-def without_python(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_third_call_runs_without_python(group: dist.ProcessGroup) -> None:
     name = group.group_name
     (x, w, grad), _ = inputs(group, 5, torch.float32)
     for call in (
@@ -176,10 +168,6 @@ def without_python(group: dist.ProcessGroup) -> None:
         call()
         call()
         assert python_calls(call) == [], refusals()
-
-
-def test_the_third_call_runs_without_python(ranks: Ranks) -> None:
-    ranks.run(2, without_python)
 
 
 # --- the collectives of a call ---------------------------------------------------------------
@@ -225,7 +213,11 @@ def by_default(call: Call, x: torch.Tensor, dim: int, reduce_op: str) -> list[to
     return collectives_of(call, x, dim, reduce_op)
 
 
-def every_collective(group: dist.ProcessGroup, whole_bytes: int) -> None:
+@device.devices("cpu", "simulated")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("whole_bytes", [64 << 20, 0], ids=["at_once", "patterns"])
+@pytest.mark.ranks
+def test_collectives(group: dist.ProcessGroup, world_size: int, whole_bytes: int) -> None:
     torch.manual_seed(group.rank())
     size, name = group.size(), group.group_name
     native.drop_plans()
@@ -249,17 +241,12 @@ def every_collective(group: dist.ProcessGroup, whole_bytes: int) -> None:
     native.drop_plans()
 
 
-@device.devices("cpu", "simulated")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("whole_bytes", [64 << 20, 0], ids=["at_once", "patterns"])
-def test_collectives(ranks: Ranks, world_size: int, whole_bytes: int) -> None:
-    ranks.run(world_size, every_collective, whole_bytes)
-
-
 # --- refusals --------------------------------------------------------------------------------
 
 
-def refused_by_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_errors_reach_the_peers(group: dist.ProcessGroup, world_size: int) -> None:
     name, op = group.group_name, own.gather_silu_matmul
     (x, w, _), _ = inputs(group, 5, torch.float32)
     good = op(x, w, name)
@@ -279,11 +266,6 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
         own.gather_silu_matmul_backward(good, x.requires_grad_(), w, name)[0].sum().backward()
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_errors_reach_the_peers(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused_by_one)
-
-
 WRONG: dict[str, Callable[[Call, torch.Tensor], Any]] = {
     "shape": lambda call, x: x[1:] + 0,
     "dtype": lambda call, x: x.double(),
@@ -293,7 +275,8 @@ WRONG: dict[str, Callable[[Call, torch.Tensor], Any]] = {
 }
 
 
-def wrong_results(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_results_unlike_the_fake_ones_are_refused(group: dist.ProcessGroup) -> None:
     for index, (what, run) in enumerate(WRONG.items()):
         schema = f"tests::wrong_{index}(Tensor x, str group_name) -> Tensor"
         if not hasattr(torch.ops.tests, f"wrong_{index}"):
@@ -301,10 +284,6 @@ def wrong_results(group: dist.ProcessGroup) -> None:
         text = what if " " in what else "returned tensors of .* but its unfused form "
         with pytest.raises((TypeError, ValueError), match=f"tests::wrong_{index}: .*{text}"):
             getattr(torch.ops.tests, f"wrong_{index}")(torch.ones(3, 2), group.group_name)
-
-
-def test_results_unlike_the_fake_ones_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, wrong_results)
 
 
 @pytest.mark.parametrize(
@@ -339,16 +318,13 @@ def agreed(call: Call, x: torch.Tensor, number: int) -> torch.Tensor:
     return call.all_reduce(call.all_reduce(x))
 
 
-def disagree(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_values_that_ranks_compare(group: dist.ProcessGroup) -> None:
     name, x, W = group.group_name, torch.ones(2, 3), group.size()
     for _ in range(4):  # in Python, recorded, by a plan
         assert torch.equal(agreed(x, 5, name), x * W * W)
         with pytest.raises(RuntimeError, match=r"ranks disagree.*all_reduce 1 sum \(1,\)"):
             agreed(x, group.rank(), name)
-
-
-def test_values_that_ranks_compare(ranks: Ranks) -> None:
-    ranks.run(2, disagree)
 
 
 def gradient_op(schema: str) -> Any:

@@ -17,9 +17,9 @@ from symm_cp import LoadBalancer
 from symm_cp.ops.collectives import gpu_only
 from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.schedule import SequenceLayout
-from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
+from tests.ops.calls import Memory
 from tests.ops.worlds import Rank, World, check_alike
 
 #: Numbers of queries and keys of each rank, which are often equal on some ranks only.
@@ -37,7 +37,10 @@ def shards(lengths: list[int], heads: int, seed: int) -> list[torch.Tensor]:
     return list(whole.split(lengths, 2))
 
 
-def attend(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_queries_of_another_sequence(group: dist.ProcessGroup, world_size: int) -> None:
+    """Ranks exchange how many queries each holds, unless something else determines it."""
     rank, size = group.rank(), group.size()
     for number, (of_queries, of_keys) in enumerate(LENGTHS[size]):
         queries, keys, values = (
@@ -56,13 +59,8 @@ def attend(group: dist.ProcessGroup) -> None:
             out.sum().backward()
 
 
-@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
-def test_queries_of_another_sequence(ranks: Ranks, world_size: int) -> None:
-    """Ranks exchange how many queries each holds, unless something else determines it."""
-    ranks.run(world_size, attend)
-
-
-def attend_over_mesh(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_queries_of_another_sequence_over_a_mesh(group: dist.ProcessGroup) -> None:
     """The ranks of a column exchange how many queries they hold, then the ranks of a row do."""
     rank, size = group.rank(), group.size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "keys"))
@@ -91,11 +89,9 @@ def attend_over_mesh(group: dist.ProcessGroup) -> None:
                 )
 
 
-def test_queries_of_another_sequence_over_a_mesh(ranks: Ranks) -> None:
-    ranks.run(4, attend_over_mesh)
-
-
-def attend_in_context(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_cross_attention_in_a_context(group: dist.ProcessGroup, world_size: int) -> None:
     """Cross-attention with queries that are spread unequally, of which no mask tells keys apart."""
     rank, size = group.rank(), group.size()
     of_queries = [5, *(3,) * (size - 1)]
@@ -110,11 +106,6 @@ def attend_in_context(group: dist.ProcessGroup) -> None:
         with symm_cp.context_parallel(group, load_balancer=balancer):
             out = F.scaled_dot_product_attention(queries[rank], keys[rank], values[rank])
         torch.testing.assert_close(out, expected, msg=f"{of_keys}")
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_cross_attention_in_a_context(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, attend_in_context)
 
 
 # --- every op's decisions, for all ranks of a world in one process ------------------------------
@@ -181,38 +172,8 @@ def test_all_ranks_decide_the_same_of_every_op(op: Op, sizes: list[int]) -> None
 # --- random programs on real ranks -------------------------------------------------------------
 
 
-class Memory:
-    """Blocks of symmetric memory; each rank places tensors in them at random, or not at all."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.blocks = [symm_mem.empty(60_000, dtype=torch.float32, device="cpu") for _ in range(5)]
-        for block in self.blocks:
-            symm_mem.rendezvous(block, group)
-        self.turn = 0
-
-    def place(self, x: torch.Tensor) -> torch.Tensor:
-        """The same values in a layout drawn by this rank's own random generator."""
-        kind = random.choice(["plain", "transposed", "gaps", "symmetric", "symmetric", "cut"])
-        if kind == "transposed" and x.dim() > 1:
-            return x.transpose(0, -1).contiguous().transpose(0, -1)
-        if kind == "gaps":
-            return torch.stack([x, x], -1)[..., 0]
-        if kind not in ("symmetric", "cut") or 2 * x.numel() > 50_000:
-            return x.clone()
-        self.turn += 1
-        wide = [*x.shape[:-1], x.shape[-1] + (3 if kind == "cut" else 0)]
-        count = torch.Size(wide).numel()
-        begin = random.randrange(100)
-        part = self.blocks[self.turn % 5][begin : begin + count].view(wide)[..., : x.shape[-1]]
-        return part.copy_(x)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def step(group: dist.ProcessGroup, memory: Memory, alike: random.Random, seed: int) -> None:
-    """One op; `alike` draws the same on all ranks, `random` does not."""
+    """Attention, or a background gather; `alike` draws the same on all ranks, `random` does not."""
     W, rank, name = group.size(), group.rank(), group.group_name
     numbers = torch.Generator().manual_seed(seed)
 
@@ -220,71 +181,21 @@ def step(group: dist.ProcessGroup, memory: Memory, alike: random.Random, seed: i
         return torch.randn(shape, generator=numbers)
 
     sizes = sizes_of(alike, W)
-    kind = alike.randrange(8)
-    dim = alike.randrange(3)
-    split = Split(tuple(sizes), dim)
-    whole = tensor(*split.whole_shape([alike.choice([1, 3]), alike.choice([1, 20]), 8]))
-    own = memory.place(split.of(rank, whole))
+    kind = alike.randrange(3)
     if kind == 0:
-        own.requires_grad_()
-        weight = tensor(whole.shape[-1], 5)
-        mine = weight * (rank + 1)  # each rank's own
-        mine.requires_grad_()
-        out = symm_cp.all_gather_matmul(own, mine, gather_dim=dim, group=group, sizes=sizes)
-        close(out, whole @ mine)
-        out.sum().backward()
-        close(mine.grad, whole.flatten(0, -2).sum(0)[:, None].expand_as(weight))
-        total = weight.sum(1) * (W * (W + 1) / 2)
-        close(own.grad, split.of(rank, total.expand(whole.shape)))
-    elif kind == 1:
-        inner = [alike.choice([1, 4, 9]) for _ in range(W)]
-        last = dim == 2
-        rows = [2, 20, 0] if last else [*whole.shape[:-1], 0]
-        a = [tensor(*rows[:-1], count) for count in inner]
-        b = [tensor(count, whole.shape[-1]) for count in inner]
-        out = symm_cp.matmul_reduce_scatter(
-            memory.place(a[rank]), b[rank], scatter_dim=dim, group=group, sizes=sizes
-        )
-        close(out, split.of(rank, sum(x @ y for x, y in zip(a, b, strict=True))))
-    elif kind == 2:
-        value = tensor(*split.whole_shape([2, 3, 4]))
-        key = tensor(*split.whole_shape([2, 3, 4]))
-        found = symm_cp.all_gather_kv(
-            *(memory.place(split.of(rank, t)) for t in (key, value)),
-            seq_dim=dim,
-            group=group,
-            sizes=sizes,
-        )
-        close(found[0], key)
-        close(found[1], value)
-    elif kind == 3:
-        out = symm_cp.exchange_halo(own, 2, 1, dim, group=group, sizes=sizes)
-        zeros = torch.zeros(split._replaced(whole.shape, 2))
-        padded = torch.cat([zeros, whole, zeros], dim)
-        close(out, padded.narrow(dim, split.start(rank), sizes[rank] + 3))
-    elif kind == 4:
-        inner = [alike.choice([1, 4, 9]) for _ in range(W)]
-        rows, columns = alike.choice([1, 7]), alike.choice([3, 400])
-        a, b = (
-            [tensor(*shape) for shape in shapes]
-            for shapes in zip(*[((rows, K), (K, columns)) for K in inner], strict=True)
-        )
-        out = symm_cp.matmul_all_reduce(memory.place(a[rank]), b[rank], group=group)
-        close(out, sum(x @ y for x, y in zip(a, b, strict=True)))
-    elif kind == 5:
         of_all = [tensor(3, 17) for _ in range(W)]
         # Symmetric memory on all ranks or on none: background calls do not ask peers about it.
         out = symm_cp.low_contention_all_gather(of_all[rank].clone(), group=group)
         own = memory.place(tensor(2, 3))
         symm_cp.all_gather_matmul(own, tensor(3, 2), group=group)
-        close(out, torch.cat(of_all))
+        torch.testing.assert_close(out, torch.cat(of_all))
     else:
         of_keys = sizes
         of_queries = [alike.choice([size, size, 2, 0]) for size in sizes]
         q, k, v = (
             shards(lengths, W, seed + n) for n, lengths in enumerate((of_queries, of_keys, of_keys))
         )
-        method, causal = alike.choice(METHODS), kind == 7
+        method, causal = alike.choice(METHODS), kind == 2
         if causal:
             q = shards(of_keys, W, seed)
         out, _ = torch.ops.symm_mem.fused_all_gather_attention(
@@ -299,7 +210,8 @@ def step(group: dist.ProcessGroup, memory: Memory, alike: random.Random, seed: i
             return
         q, k, v = (torch.cat(t, 2).float() for t in (q, k, v))
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        close(out, expected.split(of_keys if causal else of_queries, 2)[rank])
+        mine = expected.split(of_keys if causal else of_queries, 2)[rank]
+        torch.testing.assert_close(out, mine, rtol=1e-4, atol=1e-4)
 
 
 def programs(group: dist.ProcessGroup, seed: int, steps: int) -> None:
@@ -315,84 +227,27 @@ def programs(group: dist.ProcessGroup, seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
 def test_random_programs(ranks: Ranks, world_size: int) -> None:
-    """Each rank lays out its tensors at random; parts are uneven, and queries of any sequence."""
+    """Attention to parts and of queries of any sizes; each rank lays out its tensors at random."""
     ranks.run(world_size, programs, torch.initial_seed() % 100_000, 80)
 
 
-def further_ops(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
-    """Ops that `step` does not cover give the same results in any layout of a rank's tensors."""
-    W, memory, alike = group.size(), Memory(group), random.Random(seed)
-    random.seed(seed * 10 + group.rank())
-    numbers = torch.Generator().manual_seed(seed * 10 + group.rank())
-    balancers = (symm_cp.Sequential, symm_cp.HeadTail)
-
-    def own(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=numbers)
-
-    weight = torch.randn(8, 2 * W * 4, generator=torch.Generator().manual_seed(seed))
-    for _ in range(rounds):
-        length, rows = alike.choice([1, 4, 40]), alike.choice([1, 7])
-        balancer = alike.choice(balancers)(2 * W * length, W)
-        S, count = 2 * length, (2, 2 * W, 2 * length, 4)
-        ops = {
-            "heads": (
-                [own(*count)],
-                lambda x, b=balancer: symm_cp.heads_to_sequence(
-                    symm_cp.sequence_to_heads(x, group=group, load_balancer=b),
-                    group=group,
-                    load_balancer=b,
-                ),
-            ),
-            "projection": (
-                [own(2, S, 8)],
-                lambda x, b=balancer: symm_cp.ulysses_projection(
-                    x, weight, features=4, group=group, load_balancer=b
-                ),
-            ),
-            "output projection": (
-                [own(2, 2, W * S, 4)],
-                lambda x, b=balancer: symm_cp.ulysses_output_projection(
-                    x, weight.T, group=group, load_balancer=b
-                ),
-            ),
-            "delta rule": (
-                [own(1, 2, S, 8) * 0.1 for _ in range(3)] + [-own(1, 2, S).abs() * 0.1] * 2,
-                lambda q, k, v, g, beta: symm_cp.gated_delta_rule(q, k, v, g, -beta, group=group)[
-                    0
-                ],
-            ),
-            "linear attention": (
-                [own(1, 2, S, 8) * 0.1 for _ in range(3)] + [-own(1, 2, S).abs() * 0.1],
-                lambda *t: symm_cp.gated_linear_attention(*t, group=group)[0],
-            ),
-            "convolution": (
-                [own(1, 3, S), own(3, 4)],
-                lambda x, weight: symm_cp.causal_convolution(x, weight, group=group),
-            ),
-            "scaled all-reduce": (
-                [own(rows, 16)],
-                lambda x, rows=rows: symm_cp.scaled_matmul_all_reduce(
-                    x.to(torch.float8_e4m3fn),
-                    torch.ones(16, 16).to(torch.float8_e4m3fn).t(),
-                    torch.ones(()),
-                    torch.ones(()),
-                    group=group,
-                    out_dtype=torch.float32,
-                ),
-            ),
-        }
-        for name, (tensors, op) in ops.items():
-            expected = op(*tensors)
-            found = op(*(memory.place(x) for x in tensors))
-            torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
+@pytest.mark.ranks(3)
+def test_what_differs_by_rank_decides_nothing(group: dist.ProcessGroup) -> None:
+    """Weight columns and inner dimensions that differ between ranks do not affect decisions."""
+    rank, size = group.rank(), group.size()
+    x = torch.ones(2, 8)
+    large = 4096 if rank == 0 else 1  # by itself this product would be worth a pipeline
+    y = symm_cp.all_gather_matmul(x, torch.ones(8, large), group=group)
+    assert torch.equal(y, torch.full((2 * size, large), 8.0))
+    inner = 4096 if rank == 0 else 1
+    z = symm_cp.matmul_reduce_scatter(
+        torch.ones(2 * size, inner), torch.ones(inner, 3), group=group
+    )
+    assert torch.equal(z, torch.full((2, 3), 4096.0 + size - 1))
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_further_ops_wherever_tensors_lie(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, further_ops, torch.initial_seed() % 100_000, 15)
-
-
-def gather_cut_out(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_parts_that_are_contiguous_on_one_rank(group: dist.ProcessGroup) -> None:
     """A background gather of columns of symmetric memory, which are contiguous in a single row."""
     W, rank, columns = group.size(), group.rank(), 20_000
     block = symm_mem.empty(3 * (columns + 5), dtype=torch.float32, device="cpu")
@@ -403,10 +258,6 @@ def gather_cut_out(group: dist.ProcessGroup) -> None:
     found = symm_cp.low_contention_all_gather(part, group=group, sizes=sizes)
     of_rows = torch.arange(W).repeat_interleave(torch.tensor(sizes))
     assert torch.equal(found, of_rows[:, None].expand(-1, columns).float())
-
-
-def test_parts_that_are_contiguous_on_one_rank(ranks: Ranks) -> None:
-    ranks.run(2, gather_cut_out)
 
 
 @exhaustive

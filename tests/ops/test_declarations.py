@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from symm_cp.ops.op import (
 )
 from symm_cp.testing import Ranks
 from tests.faults import strange
-from tests.ops.calls import alone, caller, calls, completed, is_real
+from tests.ops.calls import Memory, alone, caller, calls, completed, is_real
 from tests.ops.newer import MISSING
 from tests.ops.test_fake import layout
 
@@ -163,17 +164,14 @@ def runs(group: dist.ProcessGroup, name: str) -> None:
     assert not op.overload._schema.returns or [x for x in tree_leaves(real) if x is not None]
 
 
-def all_run(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_examples_run(group: dist.ProcessGroup, world_size: int) -> None:
     for op in declared():
         try:
             runs(group, op.name)
         except Exception as error:
             raise AssertionError(f"{op.name}: {type(error).__name__}: {error}") from error
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_examples_run(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_run)
 
 
 # Ops on peers' memory: a process alone has no peers.
@@ -200,7 +198,8 @@ def test_all_ops_run_in_a_fake_group(ranks: Ranks) -> None:
     assert not [text for text in result.values() if "INTERNAL ASSERT" in text]
 
 
-def refused_by_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refusals_reach_the_peers(group: dist.ProcessGroup) -> None:
     """One rank refuses an argument; its error, which names an op, reaches its peers, too."""
     for op in declared():
         if op.name == "get_remote_tensors" or op.one_sided:  # no call of peers
@@ -225,10 +224,6 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
         # Native kernels of a family share one name in errors.
         assert any(each.name in text for each in declared()), text
         assert "bytes of storage" in text, text
-
-
-def test_refusals_reach_the_peers(ranks: Ranks) -> None:
-    ranks.run(2, refused_by_one)
 
 
 def test_autocast_rules_are_those_of_autocast() -> None:
@@ -256,16 +251,17 @@ def results(op: Op, leaves: list[Any], spec: Any) -> list[torch.Tensor]:
     return [x for x in found if isinstance(x, torch.Tensor)]
 
 
-def with_gaps(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor) or not is_real(x) or x.dim() < 2:
-        return x
-    gaps = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
-    gaps[..., ::2] = x
-    return gaps[..., ::2]
+#: Collectives whose inputs are in symmetric memory on all ranks or on none.
+SYMMETRIC_ON_ALL = r"low_contention|shot_all_reduce|^_(all_reduce|reduce_scatter)$|multimem"
+DENSE = ("get_remote_tensors", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce")
 
 
-def any_strides(group: dist.ProcessGroup) -> None:
-    """Results do not depend on how inputs are laid out; sums have at most 24 terms."""
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.ranks
+def test_inputs_of_any_strides(group: dist.ProcessGroup, world_size: int) -> None:
+    """Results do not depend on how each rank lays out its inputs; sums have at most 24 terms."""
+    memory = Memory(group)
+    random.seed(f"{torch.initial_seed()} {group.rank()}")
     for op in declared():
         # Ops that write to an argument require it to be dense; `symm_buffer` is dense as well.
         if op.overload._schema.is_mutable or op.one_sided or op.name in DENSE:
@@ -278,18 +274,18 @@ def any_strides(group: dist.ProcessGroup) -> None:
 
             leaves, spec = tree_flatten(tuple(op.example(caller(group, rand))))
             expected = results(op, leaves, spec)
-            found = results(op, [with_gaps(x) for x in leaves], spec)
-            for got, want in zip(found, expected, strict=True):
-                assert got.dtype == want.dtype, op.name
-                tolerance = 16 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0
-                torch.testing.assert_close(
-                    got.double(), want.double(), rtol=tolerance, atol=tolerance, msg=op.name
-                )
-
-
-DENSE = ("get_remote_tensors", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_inputs_of_any_strides(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, any_strides)
+            symmetric = not re.search(SYMMETRIC_ON_ALL, op.name)
+            for _ in range(3):
+                placed = [
+                    memory.place(x, symmetric=symmetric)
+                    if isinstance(x, torch.Tensor) and is_real(x) and x.dim() > 0
+                    else x
+                    for x in leaves
+                ]
+                found = results(op, placed, spec)
+                for got, want in zip(found, expected, strict=True):
+                    assert got.dtype == want.dtype, op.name
+                    tolerance = 16 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0
+                    torch.testing.assert_close(
+                        got.double(), want.double(), rtol=tolerance, atol=tolerance, msg=op.name
+                    )

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.group.memory import group_name
 from symm_cp.ops import equal_inputs
@@ -19,13 +18,7 @@ from symm_cp.ops.direct import decoding_linear
 from symm_cp.tensor_parallel import replicated
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-
-
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
+from tests.ops.calls import CountedOps
 
 
 class Subclass(torch.Tensor):
@@ -69,7 +62,7 @@ def test_linears_that_are_left_to_python() -> None:
             assert linear(parameters, other, 24, None) is None
         assert linear(parameters, x, 23, None) is None
         assert linear({}, x, 24, None) is None  # as of a parametrized weight
-        for mode in (torch.autocast("cpu"), Mode(), torch.device("cpu")):
+        for mode in (torch.autocast("cpu"), CountedOps(), torch.device("cpu")):
             with mode:
                 assert linear(parameters, x, 24, None) is None
         assert linear(parameters, x, 24, None) is not None
@@ -106,18 +99,6 @@ def agrees(group: dist.ProcessGroup) -> None:
         assert agree(unknown) is (W == 1)
 
 
-def agree_whoever_counts(group: dist.ProcessGroup) -> None:
-    """If one rank falls back to Python, all ranks compare all their values."""
-    odd, ids, name = group.rank() == group.size() - 1, torch.arange(4)[None], group_name(group)
-    compared = mock.Mock(wraps=equal_inputs.compare)
-    given = ids.as_subclass(Subclass) if odd else ids
-    with mock.patch.object(equal_inputs, "compare", compared):
-        equal_inputs.same_on_all_ranks(given, "op", "ids", "remedy", name)
-        with pytest.raises(RuntimeError, match="differ between"):
-            equal_inputs.same_on_all_ranks(given + odd, "op", "ids", "remedy", name)
-    assert compared.call_count == 2
-
-
 CHECKS = [sums_linears, agrees]
 
 
@@ -128,5 +109,14 @@ def test_with_peers(ranks: Ranks, check: Any, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_ranks_that_compare_otherwise(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, agree_whoever_counts)
+@pytest.mark.ranks
+def test_ranks_that_compare_otherwise(group: dist.ProcessGroup, world_size: int) -> None:
+    """If one rank falls back to Python, all ranks compare all their values."""
+    odd, ids, name = group.rank() == group.size() - 1, torch.arange(4)[None], group_name(group)
+    compared = mock.Mock(wraps=equal_inputs.compare)
+    given = ids.as_subclass(Subclass) if odd else ids
+    with mock.patch.object(equal_inputs, "compare", compared):
+        equal_inputs.same_on_all_ranks(given, "op", "ids", "remedy", name)
+        with pytest.raises(RuntimeError, match="differ between"):
+            equal_inputs.same_on_all_ranks(given + odd, "op", "ids", "remedy", name)
+    assert compared.call_count == 2

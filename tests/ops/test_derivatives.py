@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from symm_cp.ops.attention.spread_cache import SCATTERED
-from symm_cp.testing import Ranks
 from tests.ops.calls import ATTENTION, OPS, Call, calls, leaves, trained
 
 
-def attention_once(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_attention_has_no_second_derivative(group: dist.ProcessGroup) -> None:
     for name in ATTENTION:
         call = calls(group)[name]
         given = leaves(call.inputs)
@@ -28,11 +28,8 @@ def attention_once(group: dist.ProcessGroup) -> None:
         OPS.fused_all_gather_attention_backward(out, q, k, v, out, lse, group.group_name)
 
 
-def test_attention_has_no_second_derivative(ranks: Ranks) -> None:
-    ranks.run(2, attention_once)
-
-
-def refuses_transforms(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_transforms(group: dist.ProcessGroup) -> None:
     for name, call in calls(group).items():
         tangents = tuple(torch.ones_like(t) for t in call.inputs)
         with pytest.raises(NotImplementedError, match=f"{name}: forward-mode derivatives"):
@@ -49,10 +46,6 @@ def refuses_transforms(group: dist.ProcessGroup) -> None:
         trained(call)
 
 
-def test_refuses_transforms(ranks: Ranks) -> None:
-    ranks.run(2, refuses_transforms)
-
-
 def refuses_batched(call: Call) -> None:
     given = leaves(call.inputs)
     outputs = call.run(*given)
@@ -61,7 +54,8 @@ def refuses_batched(call: Call) -> None:
         torch.autograd.grad(outputs, given, seeds, is_grads_batched=True)
 
 
-def maps(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_vmap(group: dist.ProcessGroup) -> None:
     for name, call in calls(group).items():
         if name == "flex_all_gather_attention":
             refuses_batched(call)
@@ -87,11 +81,8 @@ def maps(group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close([g[i] for g in found], list(want))
 
 
-def test_vmap(ranks: Ranks) -> None:
-    ranks.run(2, maps)
-
-
-def without_gradient(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ops_without_gradient(group: dist.ProcessGroup) -> None:
     W, name = group.size(), group.group_name
     x, out, part = torch.randn(2 * W, 3), torch.empty(2 * W, 3), torch.empty(2, 3)
     for tensors in ((x.clone().requires_grad_(), out), (x, out.clone().requires_grad_())):
@@ -111,11 +102,8 @@ def without_gradient(group: dist.ProcessGroup) -> None:
         sum(t.sum() for t in tensors).backward()
 
 
-def test_ops_without_gradient(ranks: Ranks) -> None:
-    ranks.run(2, without_gradient)
-
-
-def scaled(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_scaled_matmuls_have_no_gradient(group: dist.ProcessGroup) -> None:
     W, name, one = group.size(), group.group_name, torch.tensor(1.0)
     a = torch.randn(4 * W, 16).to(torch.float8_e4m3fn)
     b = torch.randn(16, 16).to(torch.float8_e4m3fn).t()
@@ -132,11 +120,8 @@ def scaled(group: dist.ProcessGroup) -> None:
         out.sum().backward()
 
 
-def test_scaled_matmuls_have_no_gradient(ranks: Ranks) -> None:
-    ranks.run(2, scaled)
-
-
-def counts_modifications(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_counts_modifications(group: dist.ProcessGroup) -> None:
     """Autograd notices when an op overwrites a saved tensor."""
     W, name = group.size(), group.group_name
     x = torch.randn(2 * W, 3, requires_grad=True)
@@ -155,11 +140,8 @@ def counts_modifications(group: dist.ProcessGroup) -> None:
     kept.sum().backward()
 
 
-def test_counts_modifications(ranks: Ranks) -> None:
-    ranks.run(2, counts_modifications)
-
-
-def modified(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_results_may_be_modified_in_place(group: dist.ProcessGroup) -> None:
     W, cases = group.size(), calls(group)
     cases["exchange_heads, the way back"] = Call(
         lambda x, y: OPS.exchange_heads([x, y], False, group.group_name),
@@ -185,7 +167,3 @@ def modified(group: dist.ProcessGroup) -> None:
         found = torch.autograd.grad([out.square().sum() for out in outputs], inputs)
         for got, want in zip(found, expected, strict=True):
             torch.testing.assert_close(got, want, msg=name)
-
-
-def test_results_may_be_modified_in_place(ranks: Ranks) -> None:
-    ranks.run(2, modified)

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import symm_cp
 from symm_cp.native import building
@@ -22,6 +20,7 @@ from symm_cp.ops import direct as module
 from symm_cp.ops.direct import direct
 from symm_cp.testing import Ranks
 from tests.faults.strange import ENTRY_POINTS, Op
+from tests.ops.calls import CountedFunctions, CountedOps
 
 SCHEMA = (
     "direct_echo(Tensor a, Tensor[] more, Tensor? b=None, int number=7, int? maybe=None, "
@@ -196,31 +195,15 @@ class Subclass(torch.Tensor):
     pass
 
 
-class CountsFunctions(TorchFunctionMode):
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-class CountsOps(TorchDispatchMode):
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_subclasses_and_modes_are_torchs(torchs: Torchs) -> None:
     call = direct("echo")
     call(A.as_subclass(Subclass), [])
     call(A, [A.as_subclass(Subclass)])
     assert torchs.calls == 2
-    for mode in (CountsFunctions(), CountsOps()):
+    for mode in (CountedFunctions(), CountedOps()):
         with mode:
             call(A, [])
-        assert mode.calls > 0
+        assert mode.counts
     with FakeTensorMode() as fakes:
         fake = fakes.from_tensor(A)
         assert call(fake, [])[0].shape == fake.shape

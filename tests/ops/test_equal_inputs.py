@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.ops import equal_inputs
-from symm_cp.testing import Ranks
 from tests import device
 
 
@@ -46,7 +45,10 @@ def test_values_are_compared_but_for_rounding() -> None:
         assert equal_inputs.spread_values(odd, 8).shape == (8,)
 
 
-def compares(group: dist.ProcessGroup) -> None:
+@device.devices(*device.NAMES)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_ranks_compare(group: dist.ProcessGroup, world_size: int) -> None:
     ids = torch.arange(40, device=device.name()).view(4, 10)
     many = [(f"x{k}", ids + k) for k in range(40)]  # more than a record has words
     how = {"subject": "things", "remedy": "do better"}
@@ -66,9 +68,3 @@ def compares(group: dist.ProcessGroup) -> None:
             other = value[..., None] if group.rank() else value
             with pytest.raises(RuntimeError, match=r"op: the inputs of ranks differ .* in x"):
                 equal_inputs.same_on_all_ranks(other, "op", "x", "same", group.group_name)
-
-
-@device.devices(*device.NAMES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_compare(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compares)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
-from symm_cp.testing import Ranks, Setup
+from symm_cp.testing import Setup
 from tests.exhaustive import some
 
 OPS = torch.ops.symm_mem
@@ -28,7 +28,8 @@ def works(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(symm_cp.all_gather_matmul(x, w, group=group), torch.cat(full) @ w)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bad_arguments(group: dist.ProcessGroup) -> None:
     name = group.group_name
     ones = torch.ones
     f8 = ones(4, 16).to(FLOAT8)
@@ -113,11 +114,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     assert workspace.epoch > before
 
 
-def test_bad_arguments(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def says_what_was_called(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_errors_name_what_was_called(group: dist.ProcessGroup, world_size: int) -> None:
     rank, W, ones = group.rank(), group.size(), torch.ones
     f8, one = ones(16, 16).to(FLOAT8), ones(())
     cases = [
@@ -179,12 +178,9 @@ def says_what_was_called(group: dist.ProcessGroup) -> None:
     works(group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_errors_name_what_was_called(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, says_what_was_called)
-
-
-def disagrees(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_ranks_that_disagree(group: dist.ProcessGroup, world_size: int) -> None:
     rank = group.rank()
     calls = [
         lambda: symm_cp.all_gather_matmul(torch.ones(2 + rank, 4), torch.ones(4, 2), group=group),
@@ -211,12 +207,10 @@ def disagrees(group: dist.ProcessGroup) -> None:
     assert larger.sum() == room * group.size()
 
 
-@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
-def test_ranks_that_disagree(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, disagrees)
-
-
-def one_fails(group: dist.ProcessGroup, victim: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_a_kernel_that_fails_on_one_rank(group: dist.ProcessGroup, world_size: int) -> None:
+    victim = world_size - 1
     x, w = torch.ones(4, 4), torch.ones(4, 4)
     works(group)
     original = torch.mm
@@ -237,8 +231,3 @@ def one_fails(group: dist.ProcessGroup, victim: int) -> None:
         torch.mm = original
     assert time.monotonic() - start < Setup().timeout.total_seconds() / 2  # they were told
     works(group)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_kernel_that_fails_on_one_rank(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_fails, world_size - 1)

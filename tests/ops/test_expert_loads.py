@@ -57,7 +57,10 @@ def test_many_random_routings(ranks: Ranks, world_size: int, family: str) -> Non
     ranks.run(world_size, FAMILIES[family][0], range(seed, seed + 150), FLOATS)
 
 
-def compiled(group: dist.ProcessGroup, family: str) -> None:
+@BOTH
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_compiled(group: dist.ProcessGroup, world_size: int, family: str) -> None:
     """Compiles to one graph, which also works for other numbers of rows."""
     W, rank = group.size(), group.rank()
 
@@ -81,12 +84,6 @@ def compiled(group: dist.ProcessGroup, family: str) -> None:
                 grads = torch.autograd.grad(out, inputs, case.outputs[rank], allow_unused=True)
                 results.append([out, *(grad for grad in grads if grad is not None)])
             torch.testing.assert_close(*results)
-
-
-@BOTH
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_compiled(ranks: Ranks, world_size: int, family: str) -> None:
-    ranks.run(world_size, compiled, family)
 
 
 def _one_takes_all(chosen: torch.Tensor) -> torch.Tensor:
@@ -114,7 +111,12 @@ LOADS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None]] = {
 }
 
 
-def under_load(group: dist.ProcessGroup, load: str, seed: int) -> None:
+@everywhere
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.ranks
+def test_loads(group: dist.ProcessGroup, world_size: int, load: str) -> None:
+    seed = drawn()
     W = group.size()
     change, capacity = LOADS[load]
     for _, make, agrees in FAMILIES.values():
@@ -124,13 +126,6 @@ def under_load(group: dist.ProcessGroup, load: str, seed: int) -> None:
             chosen[0, 0] = 2 * W - 1
         case.experts = [change(chosen).to(chosen) for chosen in case.experts]
         agrees(group, case, capacity)
-
-
-@everywhere
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("load", LOADS)
-def test_loads(ranks: Ranks, world_size: int, load: str) -> None:
-    ranks.run(world_size, under_load, load, drawn())
 
 
 def part_of_layer(

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import moe
-from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
+from tests.ops.refusals import Wrong, check_refusals
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float16: 2**-24, torch.bfloat16: 2**-24}  # sums are in float32, and rounded once
@@ -143,8 +143,9 @@ def drawn() -> int:
     return int(torch.randint(1 << 20, (1,)))
 
 
-def refused(group: dist.ProcessGroup) -> None:
-    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     case = Case(W, [4] * W, 2 * W, 2, features=(3,))
     tokens, experts, weights = case.tokens[rank], case.experts[rank], case.weights[rank]
@@ -155,7 +156,7 @@ def refused(group: dist.ProcessGroup) -> None:
         rows, routing = moe.dispatch(**given, group=group)
         return moe.combine(back.get("rows", rows), back.get("weights", weights), routing)
 
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    wrong: list[Wrong] = [
         (ValueError, "experts .* must be .tokens, experts of each.", {"experts": experts[:3]}),
         (TypeError, "experts is torch.float64, must be torch.int64", {"experts": experts.double()}),
         (ValueError, f"expert {2 * W} .*must be from 0 to", {"experts": experts * 0 + 2 * W}),
@@ -167,23 +168,11 @@ def refused(group: dist.ProcessGroup) -> None:
         (ValueError, "rows .* must have", {"rows": tokens.new_ones(99, 3)}),
         (TypeError, "rows is torch.int64", {"rows": torch.ones(8, 3, dtype=torch.int64)}),
     ]
-    good = call()
-    for error, text, changed in wrong:
-        with pytest.raises(error, match=text):
-            call(**changed)
-        assert torch.equal(call(), good)
-        if W > 1:
-            with pytest.raises((error, RuntimeError), match=text if rank == 1 else "rank 1"):
-                call(**changed if rank == 1 else {})
-            assert torch.equal(call(), good)
+    check_refusals(group, call, wrong)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def other_routing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_tables_of_others(group: dist.ProcessGroup) -> None:
     """Tables that belong to no routing of this rank are refused, whatever is in them."""
     W = group.size()
     rows, routing = moe.dispatch(torch.ones(2, 3), torch.zeros(2, 1).long(), W, group=group)
@@ -200,7 +189,3 @@ def other_routing(group: dist.ProcessGroup) -> None:
     assert torch.equal(moe.combine(rows, None, routing), torch.ones(2, 3))
     with pytest.raises(TypeError, match="routing is Tensor, must be from dispatch"):
         moe.combine(rows, None, routing.table)  # type: ignore[arg-type]
-
-
-def test_tables_of_others(ranks: Ranks) -> None:
-    ranks.run(2, other_routing)

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import symm_cp  # noqa: F401 - registers the kernels
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
 OPS = torch.ops.symm_mem
@@ -39,7 +38,9 @@ def compare(op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     assert layout(real) == layout(fake), (op, layout(real), layout(fake))
 
 
-def all_dims(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_all_dims(group: dist.ProcessGroup, world_size: int) -> None:
     W, name = group.size(), group.group_name
     for shape in ([4 * W, 16], [2 * W, 3 * W, 16], [W, 2 * W, 3 * W, 16]):
         for dim in range(-len(shape), len(shape)):
@@ -61,8 +62,3 @@ def all_dims(group: dist.ProcessGroup) -> None:
                 OPS.fused_scaled_matmul_reduce_scatter, A.to(FLOAT8), B8, one, one, "avg",
                 dim, dim, name, [*shape[:-1], 16 * W], None, None, torch.bfloat16,
             )  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
-def test_all_dims(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_dims)

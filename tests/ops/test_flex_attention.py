@@ -317,7 +317,9 @@ def test_score_mods(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, plain, scores)
 
 
-def reduced(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(3)
+def test_dtypes(group: dist.ProcessGroup) -> None:
     for (_, case), dtype in zip(
         list(masks())[2:6] + list(scores())[1:3],
         [torch.float32, torch.bfloat16, torch.float16] * 2,
@@ -327,11 +329,6 @@ def reduced(group: dist.ProcessGroup) -> None:
         balancer = HeadTail(case.visible.shape[2], group.size())
         for with_lse in (False, True):
             compare(group, case, balancer, mask, dtype=dtype, with_lse=with_lse)
-
-
-@pytest.mark.exhaustive
-def test_dtypes(ranks: Ranks) -> None:
-    ranks.run(3, reduced)
 
 
 @contextmanager
@@ -354,7 +351,18 @@ def recorded() -> Iterator[list[tuple[int, int, int]]]:
         flex_mask.evaluate = original
 
 
-def evaluations(group: dist.ProcessGroup) -> None:
+def test_runs_of_keys() -> None:
+    some, every = torch.ones(700, dtype=torch.bool), torch.ones(700, dtype=torch.bool)
+    every[130:300] = False
+    some[384:512] = every[384:512] = False
+    runs = list(flex_mask._runs(some, every))
+    kinds = (flex_mask.FULL, flex_mask.PARTIAL, flex_mask.EMPTY, flex_mask.FULL)
+    assert runs == list(zip((0, 128, 384, 512), (128, 384, 512, 700), kinds, strict=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_evaluates_only_undecided_tiles(group: dist.ProcessGroup) -> None:
     W, S = group.size(), 2048 * group.size()
     balancer = Sequential(S, W)
     local = [torch.randn(1, 2, S // W, 8, requires_grad=True) for _ in range(3)]
@@ -383,21 +391,8 @@ def evaluations(group: dist.ProcessGroup) -> None:
     assert max(count(lambda b, h, i, j: i + h >= j, 1, 2, False))[2] == flex_mask.AREA
 
 
-def test_runs_of_keys() -> None:
-    some, every = torch.ones(700, dtype=torch.bool), torch.ones(700, dtype=torch.bool)
-    every[130:300] = False
-    some[384:512] = every[384:512] = False
-    runs = list(flex_mask._runs(some, every))
-    kinds = (flex_mask.FULL, flex_mask.PARTIAL, flex_mask.EMPTY, flex_mask.FULL)
-    assert runs == list(zip((0, 128, 384, 512), (128, 384, 512, 700), kinds, strict=True))
-
-
-@pytest.mark.exhaustive
-def test_evaluates_only_undecided_tiles(ranks: Ranks) -> None:
-    ranks.run(2, evaluations)
-
-
-def blocks_decide(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_hand_made_blocks(group: dist.ProcessGroup) -> None:
     S, size = 96, 16
     states = torch.randint(0, 3, (1, 1, S // size, S // size))
     order = [torch.argsort((states == kind).int(), dim=-1, descending=True, stable=True).int()
@@ -417,11 +412,8 @@ def blocks_decide(group: dist.ProcessGroup) -> None:
             compare(group, case, balancer, mask)
 
 
-def test_hand_made_blocks(ranks: Ranks) -> None:
-    ranks.run(2, blocks_decide)
-
-
-def heads_apart(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_some_of_the_heads(group: dist.ProcessGroup) -> None:
     """The last heads alone give their part of the attention and gradients of all heads."""
     first, length = 2, 8 * group.size()
     at = torch.tensor(list(HeadTail(length, group.size()).layout.positions(group.rank())))
@@ -445,10 +437,6 @@ def heads_apart(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(part, whole[:, first:])
 
 
-def test_some_of_the_heads(ranks: Ranks) -> None:
-    ranks.run(2, heads_apart)
-
-
 def repeats(group: dist.ProcessGroup) -> None:
     S, rank = 600, group.rank()
     balancer = HeadTail(S, group.size())
@@ -467,17 +455,14 @@ def repeats(group: dist.ProcessGroup) -> None:
             assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-def with_threads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_same_bits_every_time(group: dist.ProcessGroup) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         repeats(group)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_same_bits_every_time(ranks: Ranks) -> None:
-    ranks.run(2, with_threads)
 
 
 def nothing(group: dist.ProcessGroup) -> None:
@@ -502,7 +487,8 @@ def test_no_rows_and_no_batch(ranks: Ranks) -> None:
     ranks.run(2, nothing)
 
 
-def errors(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_errors(group: dist.ProcessGroup) -> None:
     W, state = group.size(), resolve(group)
     layout = Sequential(8 * W, W).layout
     t = torch.randn(1, 2, 8, 4)
@@ -526,10 +512,6 @@ def errors(group: dist.ProcessGroup) -> None:
     assert lse.shape == t.shape[:3]
 
 
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(2, errors)
-
-
 def negated(x: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(-x)
 
@@ -539,7 +521,8 @@ def not_yet_here(x: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(x.clone())
 
 
-def values_elsewhere(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_values_that_are_elsewhere(group: dist.ProcessGroup) -> None:
     """Tensors whose values are not in their memory; other ops leave these to the dispatcher."""
     state, layout = resolve(group), Sequential(8 * group.size(), group.size()).layout
     options: dict[str, Any] = {"group": state, "layout": layout}
@@ -564,7 +547,3 @@ def values_elsewhere(group: dist.ProcessGroup) -> None:
         flex_all_gather_attention(plain[0], freed, plain[2], **options)
     with pytest.raises(NotImplementedError, match=r"value is .*to_dense\(\)"):
         flex_all_gather_attention(plain[0], plain[1], plain[2].to_sparse(), **options)
-
-
-def test_values_that_are_elsewhere(ranks: Ranks) -> None:
-    ranks.run(2, values_elsewhere)

@@ -8,14 +8,16 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.ops.common import attention_runs
-from symm_cp.testing import Ranks
 from tests import device
 from tests.reference import reduce_scatter
 
 pytestmark = device.devices(*device.NAMES)
 
 
-def gathers(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.ranks
+def test_gathers_and_scatters_gradients(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     W, rank = group.size(), group.rank()
     generator = torch.Generator(device.name()).manual_seed(seed)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -42,12 +44,8 @@ def gathers(group: dist.ProcessGroup, seed: int) -> None:
                 reduce_scatter(given, dim)[rank].check(got)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gathers_and_scatters_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gathers, int(torch.randint(1 << 30, ())))
-
-
-def counts_runs(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_each_call_counts_as_a_run_of_attention(group: dist.ProcessGroup) -> None:
     """A rank in Python, one that records and one that runs a plan count the same runs."""
     key, value = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5)
     before, first = attention_runs.total(), symm_cp.all_gather_kv(key, value, group=group)
@@ -57,11 +55,8 @@ def counts_runs(group: dist.ProcessGroup) -> None:
         assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
-def test_each_call_counts_as_a_run_of_attention(ranks: Ranks) -> None:
-    ranks.run(2, counts_runs)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     k = torch.zeros(2, 3, 4, 5)
     with pytest.raises(ValueError, match="seq_dim=4 is out of range"):
         symm_cp.all_gather_kv(k, k, seq_dim=4, group=group)
@@ -70,7 +65,3 @@ def refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(TypeError, match=r"value is torch\.float64"):
         symm_cp.all_gather_kv(k, k.double(), group=group)
     symm_cp.all_gather_kv(k, k, group=group)
-
-
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

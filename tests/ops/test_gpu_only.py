@@ -19,19 +19,17 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp.testing import Ranks
+from tests.ops.calls import reduced, symmetric
 from tests.ops.newer import MISSING
+from tests.ops.refusals import check_refusals
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
-def symmetric(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """A copy in symmetric memory, at a different offset on each rank of a group."""
-    if group is None:
-        return symm_mem.empty(*x.shape, dtype=x.dtype, device="cpu").copy_(x)
-    block = symm_mem.empty(group.size() + x.numel(), dtype=x.dtype, device="cpu")
-    symm_mem.rendezvous(block, group)
-    return block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
+def allocated(x: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that could be symmetric: no rank has met the others about it."""
+    return symm_mem.empty(*x.shape, dtype=x.dtype, device="cpu").copy_(x)
 
 
 # --- all-to-alls whose sizes lie in tensors --------------------------------------------------
@@ -58,10 +56,10 @@ def flat(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
     case = routed(group, 1, dtype)
     given = [chunks(case["rows"][r], case["splits"][r]) for r in range(W)]
-    out = symmetric(torch.zeros(case["room"], 3, 2, dtype=dtype))
-    found = symmetric(torch.zeros(2, W, dtype=torch.int64))
+    out = allocated(torch.zeros(case["room"], 3, 2, dtype=dtype))
+    found = allocated(torch.zeros(2, W, dtype=torch.int64))
     input = symmetric(padded(case["rows"][rank], case["room"]), group)
-    OPS.all_to_all_vdev(input, out, symmetric(case["splits"][rank]), found, group.group_name)
+    OPS.all_to_all_vdev(input, out, allocated(case["splits"][rank]), found, group.group_name)
     expected = torch.cat([given[r][rank] for r in range(W)])
     assert torch.equal(out[: len(expected)], expected)
     assert found[0].tolist() == case["splits"][:, rank].tolist()
@@ -76,9 +74,9 @@ def there_and_back(
     given = [chunks(case["rows"][r], case["splits"][r]) for r in range(W)]
     room = case["room"]
     input = symmetric(padded(case["rows"][rank], room), group)
-    splits = symmetric(case["splits"][rank])
+    splits = allocated(case["splits"][rank])
     out = symmetric(torch.full((room, 3, 2), -1, dtype=dtype), group)
-    found = symmetric(torch.zeros(2, W * experts, dtype=torch.int64))
+    found = allocated(torch.zeros(2, W * experts, dtype=torch.int64))
     OPS.all_to_all_vdev_2d(input, out, splits, found, name, align)
 
     lengths, begins, row = [], [], 0
@@ -95,8 +93,8 @@ def there_and_back(
     assert found.tolist() == [lengths, begins]
 
     # And back: every rank gets its rows where they were.
-    back = symmetric(torch.zeros(room, 3, 2, dtype=dtype))
-    seen = symmetric(torch.zeros(2, W * experts, dtype=torch.int64))
+    back = allocated(torch.zeros(room, 3, 2, dtype=dtype))
+    seen = allocated(torch.zeros(2, W * experts, dtype=torch.int64))
     OPS.all_to_all_vdev_2d_offset(out, back, found, seen, name)
     own = case["rows"][rank]
     assert torch.equal(back[: len(own)], own)
@@ -104,7 +102,9 @@ def there_and_back(
     assert seen[1].tolist() == [0, *seen[0].cumsum(0)[:-1].tolist()]
 
 
-def all_to_alls(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_all_to_alls_with_sizes_in_tensors(group: dist.ProcessGroup, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         flat(group, dtype)
         for experts in (1, 3):
@@ -112,17 +112,14 @@ def all_to_alls(group: dist.ProcessGroup) -> None:
                 there_and_back(group, dtype, experts, align)
 
 
-@WORLD_SIZES
-def test_all_to_alls_with_sizes_in_tensors(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_to_alls)
-
-
-def all_to_all_refusals(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_all_to_alls_that_do_not_fit(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     rows = symm_mem.empty(2 * W, 3, device="cpu").fill_(rank)
     out = symm_mem.empty(2 * W, 3, device="cpu")
-    splits = symmetric(torch.full((W,), 2))
-    found = symmetric(torch.zeros(2, W, dtype=torch.int64))
+    splits = allocated(torch.full((W,), 2))
+    found = allocated(torch.zeros(2, W, dtype=torch.int64))
 
     def refused(message: str, *args: Any, everywhere: bool = True) -> None:
         with pytest.raises(RuntimeError, match=message):
@@ -132,11 +129,11 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
 
     refused("input is not in symmetric memory", rows.clone(), out, splits, found)
     refused("out is not in symmetric memory", rows, out.clone(), splits, found)
-    refused("in_splits is torch.int32", rows, out, symmetric(splits.int()), found)
-    refused("rows of out are", rows, symmetric(out[:, :2]), splits, found)
-    refused("out is torch.float64", rows, symmetric(out.double()), splits, found)
+    refused("in_splits is torch.int32", rows, out, allocated(splits.int()), found)
+    refused("rows of out are", rows, allocated(out[:, :2]), splits, found)
+    refused("out is torch.float64", rows, allocated(out.double()), splits, found)
     refused(r"has 3 rows|has \d+ rows", rows[:3], out, splits, found)
-    refused("is -1 rows", rows, out, symmetric(splits - 3), found)
+    refused("is -1 rows", rows, out, allocated(splits - 3), found)
     # Ranks learn what a peer sends only when they meet, so all of them fail.
     too_much = out[: 2 * W - 1] if rank == W - 1 else out
     refused(
@@ -157,7 +154,7 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     OPS.all_to_all_vdev(rows, out, splits, found, name)
     # A rank without rows, whose own part of the others' rendezvous still exists, or was freed.
     nothing = symm_mem.empty(0, 3, device="cpu")
-    none = symmetric(torch.zeros(W, dtype=torch.int64))
+    none = allocated(torch.zeros(W, dtype=torch.int64))
     args = (nothing, out, none) if rank == 0 else (rows, out, splits)
     OPS.all_to_all_vdev(*args, found, name)
     assert out[: 2 * (W - 1), 0].tolist() == [float(r) for r in range(1, W) for _ in range(2)]
@@ -173,11 +170,6 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     OPS.all_to_all_vdev(rows, out, splits, found, name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_to_alls_that_do_not_fit(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, all_to_all_refusals)
-
-
 # --- sums and copies -------------------------------------------------------------------------
 
 
@@ -185,31 +177,22 @@ def numbers(group: dist.ProcessGroup, *shape: int, dtype: torch.dtype) -> list[t
     return [torch.randn(*shape).to(dtype) for _ in range(group.size())]
 
 
-def total(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order, computed in float32 for 16-bit types."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    found = parts[0].to(wide)
-    for part in parts[1:]:
-        found = found + part.to(wide)
-    return found.to(parts[0].dtype)
-
-
 def sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for shape in ((3,), (70, 33), (1100, 300)):
         given = numbers(group, *shape, dtype=dtype)
-        for place in (symmetric, lambda x: symmetric(x, group)):
+        for place in (allocated, lambda x: symmetric(x, group)):
             x, out = place(given[rank]), torch.zeros(shape, dtype=dtype)
-            assert torch.equal(OPS.multimem_one_shot_all_reduce(x, "sum", name), total(given))
+            assert torch.equal(OPS.multimem_one_shot_all_reduce(x, "sum", name), reduced(given))
             assert OPS.multimem_one_shot_all_reduce_out(x, "sum", name, out) is out
-            assert torch.equal(out, total(given))
+            assert torch.equal(out, reduced(given))
             for root in range(W):
                 out.zero_()
                 OPS.multimem_one_shot_reduce_out(x, "sum", root, name, out)
-                assert torch.equal(out, total(given) if rank == root else torch.zeros_like(out))
+                assert torch.equal(out, reduced(given) if rank == root else torch.zeros_like(out))
             assert torch.equal(x, given[rank])
             assert OPS.multimem_all_reduce_(x, "sum", name) is x
-            assert torch.equal(x, total(given))
+            assert torch.equal(x, reduced(given))
 
 
 def tiles(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -221,7 +204,7 @@ def tiles(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         OPS.tile_reduce(whole[2:9, 1:8], result[2:9, 1:8], root, name)
         expected = torch.zeros_like(result)
         if rank == root:
-            expected[2:9, 1:8] = total(given)[2:9, 1:8]
+            expected[2:9, 1:8] = reduced(given)[2:9, 1:8]
         assert torch.equal(result, expected)
     for roots in ([*range(W)], [W - 1], [*reversed(range(W))][: max(1, W - 1)]):
         result = symmetric(torch.zeros(24, 10 * W, dtype=dtype), group)
@@ -230,7 +213,7 @@ def tiles(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         expected = torch.zeros_like(result)
         if rank in roots:
             at = 10 * roots.index(rank)
-            expected[:6, :10] = total(given)[:6, at : at + 10]
+            expected[:6, :10] = reduced(given)[:6, at : at + 10]
         assert torch.equal(result, expected)
 
 
@@ -241,14 +224,14 @@ def blocks(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     for dim in () if MISSING else (0, 1):
         out = torch.zeros(6, 6 * W, dtype=dtype) if dim == 0 else torch.zeros(6 * W, 6, dtype=dtype)
         OPS.nccl_reduce_scatter_offset(x, [out], name, dim)
-        assert torch.equal(out, total(given).narrow(dim, 6 * rank, 6))
+        assert torch.equal(out, reduced(given).narrow(dim, 6 * rank, 6))
         # Two blocks for each rank, of 4 and 2 rows or columns, in reverse order of ranks.
         ends = [4 * (i + 1) for i in range(W)] + [4 * W + 2 * (i + 1) for i in range(W)]
         roots = [*reversed(range(W))] * 2
         at = W - 1 - rank
         expected = [
-            total(given).narrow(dim, 4 * at, 4),
-            total(given).narrow(dim, 4 * W + 2 * at, 2),
+            reduced(given).narrow(dim, 4 * at, 4),
+            reduced(given).narrow(dim, 4 * W + 2 * at, 2),
         ]
         outs = [torch.zeros(e.shape, dtype=dtype) for e in expected]
         OPS.nccl_reduce_scatter_offset(x, outs, name, dim, ends, roots)
@@ -260,36 +243,35 @@ def copies(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for shape in ((3, 5), (400, 700)):
         given = numbers(group, *shape, dtype=dtype)
-        out = symmetric(torch.zeros(W * shape[0], shape[1], dtype=dtype))
+        out = allocated(torch.zeros(W * shape[0], shape[1], dtype=dtype))
         assert OPS.multimem_all_gather_out(given[rank], name, out) is out
         assert torch.equal(out, torch.cat(given))
         mine = out[rank * shape[0] : (rank + 1) * shape[0]]
         OPS.multimem_all_gather_out(mine, name, out)
         assert torch.equal(out, torch.cat(given))
         for root in range(W):
-            x = symmetric(given[rank])
+            x = allocated(given[rank])
             assert OPS.nvshmem_broadcast(x, root, name) is x
             assert torch.equal(x, given[root])
     given = numbers(group, W * 7, 5, dtype=dtype)
-    out = symmetric(torch.zeros(W * 7, 5, dtype=dtype))
-    assert OPS.nvshmem_all_to_all(symmetric(given[rank]), out, name) is out
+    out = allocated(torch.zeros(W * 7, 5, dtype=dtype))
+    assert OPS.nvshmem_all_to_all(allocated(given[rank]), out, name) is out
     assert torch.equal(out, torch.cat([x[7 * rank : 7 * rank + 7] for x in given]))
 
 
-def sums_and_copies(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_sums_and_copies(group: dist.ProcessGroup, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for check in (sums, tiles, blocks, copies):
             check(group, dtype)
 
 
-@WORLD_SIZES
-def test_sums_and_copies(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sums_and_copies)
-
-
-def refusals(group: dist.ProcessGroup) -> None:
-    W, rank, name = group.size(), group.rank(), group.group_name
-    plain, x = torch.ones(6, 6), symmetric(torch.ones(6, 6))
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_arguments_that_gpus_refuse(group: dist.ProcessGroup, world_size: int) -> None:
+    W, name = group.size(), group.group_name
+    plain, x = torch.ones(6, 6), allocated(torch.ones(6, 6))
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: OPS.multimem_all_reduce_(plain, "sum", name), "input is not in symmetric memory"),
         (lambda: OPS.multimem_all_reduce_(x, "avg", name), "reduce_op='avg' must be 'sum'"),
@@ -310,32 +292,18 @@ def refusals(group: dist.ProcessGroup) -> None:
             (lambda: blocks_of(x, [], name, 0, [3, 2], [0, 1]), r"offsets\[1\]=2"),
             (lambda: blocks_of(x, [], name, 0, [3, 6], [0, 0]), "give all ranks"),
         ]
-    for call, message in wrong:
-        with pytest.raises(RuntimeError, match=message):
-            call()
-        if rank == W - 1:  # one rank alone
-            with pytest.raises(RuntimeError, match=message):
-                call()
-        else:
-            with pytest.raises(RuntimeError, match=message):
-                OPS.multimem_all_reduce_(symmetric(plain), "sum", name)
-        x.fill_(1)
-        assert OPS.multimem_all_reduce_(x, "sum", name)[0, 0] == W
-        x.fill_(1)
+    cases = [(RuntimeError, message, call) for call, message in wrong]
+    check_refusals(group, lambda: OPS.multimem_all_reduce_(allocated(plain), "sum", name), cases)
     for op in (OPS.multimem_all_reduce_, OPS.multimem_one_shot_all_reduce):
         with pytest.raises(NotImplementedError, match="has no gradient"):
-            op(symmetric(plain).requires_grad_(), "sum", name)
+            op(allocated(plain).requires_grad_(), "sum", name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_arguments_that_gpus_refuse(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refusals)
-
-
-def strange_tensors(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_tensors_without_dense_memory(group: dist.ProcessGroup) -> None:
     """Tensors without dense memory, on one rank: refused at once, and the next call works."""
     W, rank, name = group.size(), group.rank(), group.group_name
-    x = symmetric(torch.ones(6, 6))
+    x = allocated(torch.ones(6, 6))
     freed = torch.ones(6, 6)
     freed.untyped_storage().resize_(0)
     kinds = [
@@ -348,10 +316,10 @@ def strange_tensors(group: dist.ProcessGroup) -> None:
     ]
     calls = {
         "multimem_all_reduce_": lambda x: OPS.multimem_all_reduce_(x, "sum", name),
-        "tile_reduce": lambda x: OPS.tile_reduce(x, symmetric(torch.ones(6, 6)), 0, name),
+        "tile_reduce": lambda x: OPS.tile_reduce(x, allocated(torch.ones(6, 6)), 0, name),
         "nvshmem_broadcast": lambda x: OPS.nvshmem_broadcast(x, 0, name),
         "multimem_all_gather_out": lambda x: OPS.multimem_all_gather_out(
-            x, name, symmetric(torch.ones(6 * W, 6))
+            x, name, allocated(torch.ones(6 * W, 6))
         ),
     }
     for op, call in calls.items():
@@ -365,17 +333,16 @@ def strange_tensors(group: dist.ProcessGroup) -> None:
             x.fill_(1)
 
 
-def test_tensors_without_dense_memory(ranks: Ranks) -> None:
-    ranks.run(2, strange_tensors)
-
-
 # --- compiled --------------------------------------------------------------------------------
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.exhaustive
+@pytest.mark.ranks
+def test_in_compiled_programs(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     given = numbers(group, 4, 6, dtype=torch.float32)
-    x = symmetric(given[rank])
+    x = allocated(given[rank])
 
     @torch.compile(fullgraph=True)
     def run(x: torch.Tensor) -> Any:
@@ -387,17 +354,17 @@ def compiled(group: dist.ProcessGroup) -> None:
         return summed, gathered, again, sent, exchanged
 
     summed, gathered, again, sent, exchanged = run(x)
-    assert torch.equal(summed, total(given) * 2)
+    assert torch.equal(summed, reduced(given) * 2)
     assert torch.equal(gathered, torch.cat(given))
-    assert torch.equal(again, total([g + 1 for g in given]))
+    assert torch.equal(again, reduced([g + 1 for g in given]))
     assert torch.equal(sent, given[-1])
     part = slice(4 // W * rank, 4 // W * (rank + 1))
     assert torch.equal(exchanged, torch.cat([g[part] for g in given]))
 
     # Ops that write to symmetric memory run between two graphs.
-    splits = symmetric(torch.ones(W, dtype=torch.int64))
-    found = symmetric(torch.zeros(2, W, dtype=torch.int64))
-    rows, taken = symmetric(torch.full((W, 3), float(rank)), group), symmetric(torch.zeros(W, 3))
+    splits = allocated(torch.ones(W, dtype=torch.int64))
+    found = allocated(torch.zeros(2, W, dtype=torch.int64))
+    rows, taken = symmetric(torch.full((W, 3), float(rank)), group), allocated(torch.zeros(W, 3))
 
     @torch.compile
     def shuffled() -> torch.Tensor:
@@ -412,13 +379,7 @@ def compiled(group: dist.ProcessGroup) -> None:
         return OPS.multimem_one_shot_reduce_out(x, "sum", W - 1, name, out) + 1
 
     found = to_root(x, torch.zeros(4, 6))
-    assert torch.equal(found, 1 + (total(given) if rank == W - 1 else torch.zeros(4, 6)))
-
-
-@pytest.mark.parametrize("world_size", [2])
-@pytest.mark.exhaustive
-def test_in_compiled_programs(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, compiled)
+    assert torch.equal(found, 1 + (reduced(given) if rank == W - 1 else torch.zeros(4, 6)))
 
 
 # --- one rank's operations -------------------------------------------------------------------
@@ -483,23 +444,20 @@ def counted(group: dist.ProcessGroup) -> None:
         OPS.nccl_put_signal(torch.ones(7), boxed, after)
 
 
-def one_sided(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_puts_gets_and_signals(group: dist.ProcessGroup, world_size: int) -> None:
     puts_and_gets(group)
     signals(group)
     counted(group)
     with pytest.raises(RuntimeError, match="tensor is not in symmetric memory"):
         OPS.nvshmem_put(torch.ones(3), 0)
     with pytest.raises(RuntimeError, match="tensor was not rendezvoused"):
-        OPS.nccl_get(symmetric(torch.ones(3)), 0)
+        OPS.nccl_get(allocated(torch.ones(3)), 0)
     x = symm_mem.empty(3, device="cpu")
     symm_mem.rendezvous(x, group)
     with pytest.raises(RuntimeError, match=f"peer={group.size()} is not a rank"):
         OPS.nccl_put(x, group.size())
-
-
-@WORLD_SIZES
-def test_puts_gets_and_signals(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_sided)
 
 
 def waits_for_the_dead(group: dist.ProcessGroup) -> None:

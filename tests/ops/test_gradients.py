@@ -75,7 +75,9 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gather_gradients)
 
 
-def scatter_gradients(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_matmul_reduce_scatter(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     algorithms = itertools.cycle((None, *tuning.ALGORITHMS, None))  # of no length of a loop
     for dim, op in itertools.product(range(3), ("sum", "avg")):
@@ -102,11 +104,9 @@ def scatter_gradients(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scatter_gradients)
-
-
-def low_precision(group: dist.ProcessGroup, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS)
+@pytest.mark.ranks
+def test_low_precision(group: dist.ProcessGroup, world_size: int, algorithm: str) -> None:
     """In bfloat16 the weight gradient stays close to the dense one, whatever W is."""
     W, rank = group.size(), group.rank()
     shards = [torch.randn(64, 32).bfloat16() for _ in range(W)]
@@ -124,13 +124,10 @@ def low_precision(group: dist.ProcessGroup, algorithm: str) -> None:
     assert ((weight.grad.double() - exact).abs() <= bound).all()
 
 
-@WORLD_SIZES
 @pytest.mark.parametrize("algorithm", tuning.ALGORITHMS)
-def test_low_precision(ranks: Ranks, world_size: int, algorithm: str) -> None:
-    ranks.run(world_size, low_precision, algorithm)
-
-
-def complex_gradients(group: dist.ProcessGroup, algorithm: str) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_complex(group: dist.ProcessGroup, world_size: int, algorithm: str) -> None:
     """Gradients of complex numbers, which are conjugated."""
     W, rank = group.size(), group.rank()
 
@@ -156,13 +153,9 @@ def complex_gradients(group: dist.ProcessGroup, algorithm: str) -> None:
     torch.testing.assert_close(B.grad, dense[1 + rank].grad)
 
 
-@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS)
-@WORLD_SIZES
-def test_complex(ranks: Ranks, world_size: int, algorithm: str) -> None:
-    ranks.run(world_size, complex_gradients, algorithm)
-
-
-def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_gradients_lie_like_weights(group: dist.ProcessGroup, world_size: int) -> None:
     """Gradients have the strides of their weights, so that autograd need not copy them."""
     W = group.size()
     shapes = ((8, 6), (1, 6), (8, 1))  # one row or column is contiguous either way
@@ -181,11 +174,6 @@ def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
             )
             (hidden.sum() + out.sum()).backward()
         assert strides == [up.stride()] * 2, (algorithm, linear, shape)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_lie_like_weights(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gradients_lie_like_weights)
 
 
 class Undefined(torch.autograd.Function):
@@ -207,7 +195,9 @@ def laid_out_otherwise(grad: torch.Tensor) -> list[torch.Tensor]:
     return [backwards.permute(*reversed(range(grad.dim()))), wide]
 
 
-def strides_of_gradients(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_strides_of_incoming_gradients(group: dist.ProcessGroup, world_size: int) -> None:
     """Autograd promises no strides for incoming gradients."""
     found = calls(group) | functions(group)
     if has_streams(torch.device("cpu")):  # torch's own kernels serve other devices
@@ -242,12 +232,9 @@ def strides_of_gradients(group: dist.ProcessGroup) -> None:
                     torch.testing.assert_close(got, want, msg=lambda m, t=told: f"{t}: {m}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_strides_of_incoming_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, strides_of_gradients)
-
-
-def undefined_gradients(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_gradients_that_are_undefined(group: dist.ProcessGroup, world_size: int) -> None:
     """Ranks without gradients take part; only the last rank has gradients, or none has."""
     W, rank = group.size(), group.rank()
     for dim, sizes in ((0, None), (1, None), (0, [2 + r for r in range(W)])):
@@ -267,8 +254,3 @@ def undefined_gradients(group: dist.ProcessGroup) -> None:
                 assert dense.grad is not None
                 expected = dense.grad
             torch.testing.assert_close(shard.grad, expected)
-
-
-@WORLD_SIZES
-def test_gradients_that_are_undefined(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, undefined_gradients)

@@ -18,6 +18,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
 from tests.ops import test_experts
+from tests.ops.refusals import Wrong, check_refusals
 from tests.ops.test_experts import Case, drawn, routed
 
 HIDDEN, WIDTH = 6, 5
@@ -192,7 +193,9 @@ def test_many_rows(ranks: Ranks, sizes: list[int], dtype: torch.dtype) -> None:
     ranks.run(len(sizes), as_the_unfused_ops, sizes, drawn(), dtype)
 
 
-def beyond_the_slots(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(of=[2]))
+@pytest.mark.ranks
+def test_more_rows_than_slots_take(group: dist.ProcessGroup, world_size: int) -> None:
     """Rows that do not fit into a slot go through it in pieces."""
     W, rank = group.size(), group.rank()
     tokens = torch.randn(1100, 1 << 15)  # 256 MiB of rows for the first rank
@@ -209,12 +212,9 @@ def beyond_the_slots(group: dist.ProcessGroup) -> None:
     assert torch.equal(moe.combine(rows, None, routing), tokens)
 
 
-@pytest.mark.parametrize("world_size", some(of=[2]))
-def test_more_rows_than_slots_take(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, beyond_the_slots)
-
-
-def planned(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_planned(group: dist.ProcessGroup, world_size: int) -> None:
     """One plan serves all numbers of tokens and of an expert's rows."""
     W, library = group.size(), native.load()
     native.drop_plans()
@@ -227,13 +227,9 @@ def planned(group: dist.ProcessGroup) -> None:
         assert library.symm_cp_plans_run() == 4 * (number > 1), number
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_planned(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, planned)
-
-
-def refused(group: dist.ProcessGroup) -> None:
-    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+@pytest.mark.ranks
+def test_wrong_arguments(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, 2 * W, 2)
     tokens, gate, up, down, weights = (x.detach() for x in case.of_rank(rank, W))
@@ -250,7 +246,7 @@ def refused(group: dist.ProcessGroup) -> None:
         return moe.matmul_combine(hidden, given["down"], given["factors"], routing)
 
     integers = torch.ones(4, HIDDEN, dtype=torch.int64)
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    wrong: list[Wrong] = [
         (TypeError, "tokens is torch.int64", {"tokens": integers}),
         (ValueError, "tokens .* must have 2 dimensions", {"tokens": tokens[:, :, None]}),
         (ValueError, "weights is empty", {"weights": []}),
@@ -264,15 +260,7 @@ def refused(group: dist.ProcessGroup) -> None:
         (ValueError, "rows .* must have", {"rows": tokens.new_ones(99, WIDTH)}),
         (TypeError, r"rows\[0\] is torch.int64", {"rows": torch.ones(8, WIDTH).long()}),
     ]
-    good = call()
-    for error, text, changed in wrong:
-        with pytest.raises(error, match=text):
-            call(**changed)
-        assert torch.equal(call(), good)
-        if W > 1:
-            with pytest.raises((error, RuntimeError), match=text if rank == 1 else "rank 1"):
-                call(**changed if rank == 1 else {})
-            assert torch.equal(call(), good)
+    check_refusals(group, call, wrong)
     with pytest.raises(TypeError, match="routing is Tensor"):
         moe.matmul_combine(tokens, down, None, kept.table)  # type: ignore[arg-type]
     ops = torch.ops.symm_mem
@@ -285,12 +273,8 @@ def refused(group: dist.ProcessGroup) -> None:
         ops.fused_grouped_matmul_combine([rows] * 2, [down, down[:, :, 1:]], None, *rest)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
-def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def differing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree(group: dist.ProcessGroup) -> None:
     """Ranks whose weights have different columns are told that they disagree."""
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, W, 1)
@@ -299,7 +283,3 @@ def differing(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match=r"calls matmul_combine .*, rank . calls matmul_combine"):
         moe.matmul_combine(rows, down[:, :, rank:], None, routing)
     assert moe.matmul_combine(rows, down, None, routing).shape == tokens.shape
-
-
-def test_ranks_that_disagree(ranks: Ranks) -> None:
-    ranks.run(2, differing)

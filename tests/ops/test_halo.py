@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
+from tests.ops.refusals import Wrong, check_disagreements, check_refusals
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -80,19 +83,17 @@ def test_every_dtype(ranks: Ranks, sizes: list[int]) -> None:
     ranks.run(len(sizes), exchanges, sizes, dtypes)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     x = torch.zeros(2, 3, 4)
-    with pytest.raises(ValueError, match="exchange_halo: dim=3 is out of range for a 3-D tensor"):
-        symm_cp.exchange_halo(x, 1, dim=3, group=group)
-    with pytest.raises(ValueError, match="exchange_halo: left=-1 must not be negative"):
-        symm_cp.exchange_halo(x, -1, group=group)
-    with pytest.raises(ValueError, match=r"sizes=\[4, 5\] give rank"):
-        symm_cp.exchange_halo(x[..., :3], 1, group=group, sizes=[4, 5])
-    if device.chosen() == "cpu":  # elsewhere ranks compare their calls in debug mode only
-        with pytest.raises(RuntimeError, match="ranks disagree"):
-            symm_cp.exchange_halo(x, 1 + group.rank(), group=group)
-    symm_cp.exchange_halo(x, 1, group=group)
 
+    def exchange(x: torch.Tensor = x, left: int = 1, **options: Any) -> torch.Tensor:
+        return symm_cp.exchange_halo(x, left, **options, group=group)
 
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
+    wrong: list[Wrong] = [
+        (ValueError, "dim=3 is out of range for a 3-D tensor", {"dim": 3}),
+        (ValueError, "left=-1 must not be negative", {"left": -1}),
+        (ValueError, r"sizes=\[4, 5\] give rank", {"x": x[..., :3], "sizes": [4, 5]}),
+    ]
+    check_refusals(group, exchange, wrong, "exchange_halo")
+    check_disagreements(exchange, [{"left": 1 + group.rank()}])

@@ -12,13 +12,14 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
-from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
-def returns_at_once(group: dist.ProcessGroup, elements: int) -> None:
+@pytest.mark.parametrize("elements", [10, 100_000])
+@pytest.mark.ranks(2)
+def test_low_contention_returns_at_once(group: dist.ProcessGroup, elements: int) -> None:
     name, rank, W = group.group_name, group.rank(), group.size()
     wait(OPS._low_contention_all_gather(torch.zeros(elements), name))  # makes the workspace
     dist.barrier(group)
@@ -35,11 +36,6 @@ def returns_at_once(group: dist.ProcessGroup, elements: int) -> None:
         assert torch.equal(wait(gathered), expected)
 
 
-@pytest.mark.parametrize("elements", [10, 100_000])
-def test_low_contention_returns_at_once(ranks: Ranks, elements: int) -> None:
-    ranks.run(2, returns_at_once, elements)
-
-
 def inputs(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
     """Ones, plain and in symmetric memory."""
     symmetric = symm_mem.empty(elements, device="cpu").fill_(1)
@@ -47,7 +43,9 @@ def inputs(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
     return [torch.ones(elements), symmetric]
 
 
-def never_waited_for(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_outputs_that_nobody_waits_for(group: dist.ProcessGroup, world_size: int) -> None:
     name, W = group.group_name, group.size()
     for elements in (4, 50_000):
         for shard in inputs(group, elements):
@@ -59,11 +57,8 @@ def never_waited_for(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_outputs_that_nobody_waits_for(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, never_waited_for)
-
-
-def waited_for_at_other_times(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_ranks_may_wait_at_different_times(group: dist.ProcessGroup, world_size: int) -> None:
     """Each rank may wait at its own time, while its peers are in another op."""
     name, W = group.group_name, group.size()
     for elements in (4 * W, 50_000 * W):
@@ -74,11 +69,6 @@ def waited_for_at_other_times(group: dist.ProcessGroup) -> None:
                     wait(pending)
                 symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=group)
                 assert torch.equal(wait(pending), torch.full((elements // W,), float(W)))
-
-
-@WORLD_SIZES
-def test_ranks_may_wait_at_different_times(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, waited_for_at_other_times)
 
 
 def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
@@ -124,16 +114,16 @@ def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
     return sums
 
 
-def mixes_repeat(group: dist.ProcessGroup, seed: int) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_mixes_are_deterministic(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = random.randrange(1000)
     assert mix(group, 150, seed) == mix(group, 150, seed)  # to the last bit
 
 
-@WORLD_SIZES
-def test_mixes_are_deterministic(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, mixes_repeat, random.randrange(1000))
-
-
-def in_two_groups(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_two_groups_and_two_threads(group: dist.ProcessGroup, world_size: int) -> None:
     """Ops on overlapping groups in turn, then in two threads started in different orders."""
     ranks = list(range(group.size()))
     groups = [dist.new_group(ranks) for _ in range(2)]
@@ -154,8 +144,3 @@ def in_two_groups(group: dist.ProcessGroup) -> None:
     assert [results[0], results[1]] == expected
     for own in groups:
         dist.destroy_process_group(own)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_two_groups_and_two_threads(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_two_groups)

@@ -7,8 +7,6 @@ in Python; so do all with devices whose streams are simulated.
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +15,10 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.testing import Ranks
 from tests import device, reference
 from tests.exhaustive import some
-from tests.ops.test_random import laid_out
+from tests.ops.refusals import Wrong, check_refusals
+from tests.ops.test_random import assert_same_bits
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -30,8 +28,6 @@ FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FLOAT8 = torch.float8_e4m3fn
 #: None: natively.
 ALGORITHMS = (*tuning.ALGORITHMS, None)
-#: Leading dimensions: no rows, fewer than ranks, as many on each, uneven, of three dimensions.
-LEADING = [(0,), (1,), (12,), (7,), (2, 3), (2, 0), (3, 1, 5)]
 
 
 def inner_sizes(W: int) -> list[int]:
@@ -39,42 +35,9 @@ def inner_sizes(W: int) -> list[int]:
     return [4] if W == 1 else [5 * r for r in range(W)]
 
 
-def same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, tensor.cpu(), group=group)
-    for other in everyone:
-        assert torch.equal(tensor.cpu(), other)
-
-
-def forwards(group: dist.ProcessGroup) -> None:
-    W, rank, name = group.size(), group.rank(), group.group_name
-    cases = itertools.product(LEADING, ("sum", "avg"), (False, True))
-    dtypes, algorithms = itertools.cycle(FLOATING), itertools.cycle(ALGORITHMS)
-    for lead, op, has_bias in cases:
-        dtype, sizes = next(dtypes), inner_sizes(W)
-        As = [torch.randn(*lead, k).to(dtype) for k in sizes]
-        Bs = [torch.randn(k, 6).to(dtype) for k in sizes]
-        bias = torch.randn(6).to(dtype) if has_bias else None
-        exact = reference.matmul_all_reduce(As, Bs, op, bias)
-        given = laid_out(As[rank], group, random.randrange(3)), Bs[rank]
-        with tuning.forced(next(algorithms)):
-            outs = [
-                symm_cp.matmul_all_reduce(*given, bias, reduce_op=op, group=group),
-                OPS._fused_matmuls_all_reduce([given[0]], [given[1]], None, bias, op, name),
-            ]
-        for out in outs:
-            assert out.is_contiguous()
-            assert out.dtype == dtype
-            exact.check(out)
-            same_bits(out, group)
-
-
 @WORLD_SIZES
-def test_forward(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, forwards)
-
-
-def sums(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_sums_of_products(group: dist.ProcessGroup, world_size: int) -> None:
     """Sums of products and an addend; and of addends alone."""
     W, rank, name = group.size(), group.rank(), group.group_name
     for algorithm, op, dtype in itertools.product(ALGORITHMS, ("sum", "avg"), FLOATING[1:3]):
@@ -93,18 +56,15 @@ def sums(group: dist.ProcessGroup) -> None:
             roundings = reference.unit_roundoff(dtype) * 3 * exact.magnitude
             error = (out.double() - exact.value).abs()
             assert bool((error <= exact.bound(dtype) + roundings).all())
-            same_bits(out, group)
+            assert_same_bits(out, group)
             total = OPS._fused_matmuls_all_reduce([], [], addends[rank], None, op, name)
             reference.reduce(addends, op).check(total)
-            same_bits(total, group)
+            assert_same_bits(total, group)
 
 
-@WORLD_SIZES
-def test_sums_of_products(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, sums)
-
-
-def large(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_large(group: dist.ProcessGroup, world_size: int) -> None:
     """Results that more than two ranks sum in two shots; parts that end within a row; one row."""
     W, rank = group.size(), group.rank()
     shapes = (1030, 3, 301), (7, 64, 9_001), (6, 5, 10_000), (1, 64, 1024)
@@ -119,15 +79,11 @@ def large(group: dist.ProcessGroup) -> None:
             with tuning.forced(algorithm):
                 out = symm_cp.matmul_all_reduce(As[rank], Bs[rank], bias, group=group)
             exact.check(out)
-        same_bits(out, group)
+        assert_same_bits(out, group)
 
 
-@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
-def test_large(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, large)
-
-
-def integers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_integers(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     for dtype in (torch.int32, torch.int64, torch.int8):
         As = [torch.randint(-3, 3, (5, 4), dtype=dtype) for _ in range(W)]
@@ -138,11 +94,9 @@ def integers(group: dist.ProcessGroup) -> None:
             assert torch.equal(out, sum(a @ b for a, b in zip(As, Bs, strict=True)) + Bs[0][0])
 
 
-def test_integers(ranks: Ranks) -> None:
-    ranks.run(3, integers)
-
-
-def scaled(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_scaled(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     cases = itertools.product(((2, 5), (1,), (0,)), ("sum", "avg"), (False, True), (False, True))
     for lead, op, by_rows, has_bias in cases:
@@ -164,15 +118,12 @@ def scaled(group: dist.ProcessGroup) -> None:
                 )  # fmt: skip
             assert out.dtype == dtype
             exact.check(out)
-            same_bits(out, group)
+            assert_same_bits(out, group)
 
 
-@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
-def test_scaled(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, scaled)
-
-
-def gradients(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_gradients(group: dist.ProcessGroup, world_size: int) -> None:
     """Each rank's loss is its own, and its output depends on every rank's input."""
     W, rank, sizes = group.size(), group.rank(), inner_sizes(group.size())
     for algorithm, op, lead in itertools.product(ALGORITHMS, ("sum", "avg"), ((7,), (2, 3), (0,))):
@@ -197,12 +148,8 @@ def gradients(group: dist.ProcessGroup) -> None:
                     assert got.grad is None
 
 
-@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
-def test_gradients(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gradients)
-
-
-def refusals(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refusals(group: dist.ProcessGroup) -> None:
     name = group.group_name
     A, B, bias = torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)
 
@@ -212,7 +159,7 @@ def refusals(group: dist.ProcessGroup) -> None:
     def summed(*args: Any) -> Any:
         return OPS._fused_matmuls_all_reduce(*args, "sum", name)
 
-    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    cases: list[Wrong] = [
         (ValueError, r"A must have at least 2 dimensions, has", lambda: fused(A[0], B, None)),
         (ValueError, r"B\[0\] of shape \[2, 5\] needs 3 rows", lambda: fused(A, B[:2], None)),
         (TypeError, "B.0. is torch.float64 and A is", lambda: fused(A, B.double(), None)),
@@ -233,34 +180,9 @@ def refusals(group: dist.ProcessGroup) -> None:
             lambda: summed([A], [B], torch.randn(5, 5), None),
         ),
     ]  # fmt: skip
-    for kind, text, call in cases:
-        with pytest.raises(kind, match=text):
-            call()
-        # All ranks refused it; the next call works.
-        assert fused(A, B, None).shape == (4, 5)
+    check_refusals(group, lambda: fused(A, B, None), cases)
     leaf = torch.randn(4, 16).to(FLOAT8)
     with pytest.raises(ValueError, match=r"A_scale of shape \[3\] does not fit"):
         OPS.fused_scaled_matmul_all_reduce(
             leaf, leaf.t(), torch.ones(3), torch.ones(()), "sum", name
         )
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks.run(2, refusals)
-
-
-def one_refuses(group: dist.ProcessGroup) -> None:
-    """A mistake of one rank is reported to its peers."""
-    name, rank = group.group_name, group.rank()
-    A, B = torch.randn(4, 3), torch.randn(3 + (rank == 1), 5)
-    with pytest.raises((ValueError, RuntimeError), match=r"needs 3 rows to follow A"):
-        OPS.fused_matmul_all_reduce(A, B, None, "sum", name)
-    columns = torch.randn(3, 5 + rank)
-    with pytest.raises(RuntimeError, match=r"fused_matmul_all_reduce"):
-        OPS.fused_matmul_all_reduce(A, columns, None, "sum", name)
-    assert OPS.fused_matmul_all_reduce(A, B[:3], None, "sum", name).shape == (4, 5)
-
-
-@device.devices("cpu")
-def test_an_error_of_one_rank(ranks: Ranks) -> None:
-    ranks.run(2, one_refuses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from symm_cp import tuning
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
+from tests.ops.refusals import check_disagreements
 from tests.patience import patient
 
 OP = torch.ops.symm_mem.fused_matmul_all_reduce
 
 
-def algorithms_of(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_algorithms_of_any_size(group: dist.ProcessGroup) -> None:
     name = group.group_name
     for rows in (1, 3000):
         a, w = torch.ones(rows, 2), torch.ones(2, 200)
@@ -26,10 +29,6 @@ def algorithms_of(group: dist.ProcessGroup) -> None:
                 assert torch.equal(OP(a, w, None, "sum", name), found)
     with tuning.forced("pipeline"):  # an algorithm of attention
         OP(torch.ones(1, 1), torch.ones(1, 1), None, "sum", name)
-
-
-def test_algorithms_of_any_size(ranks: Ranks) -> None:
-    ranks.run(2, algorithms_of)
 
 
 def works(group: dist.ProcessGroup) -> None:
@@ -58,21 +57,21 @@ def test_a_matmul_that_fails_on_one_rank_fails_on_all(ranks: Ranks, world_size: 
         ranks.run(world_size, fails_on_one_rank, failing)
 
 
-def disagree(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_ranks_that_disagree_hear_of_it(group: dist.ProcessGroup) -> None:
     name, first = group.group_name, group.rank() == 0
     ones = torch.ones
     good = ones(3, 4), ones(4, 2), None, "sum"
-    for other in (
+    others = [
         (ones(2, 4), ones(4, 2), None, "sum"),
         (ones(3, 4), ones(4, 5), None, "sum"),
         (ones(3, 4), ones(4, 2), ones(2), "sum"),
         (ones(3, 4), ones(4, 2), None, "avg"),
         (ones(3, 4).bfloat16(), ones(4, 2).bfloat16(), None, "sum"),
-    ):
-        with pytest.raises(RuntimeError, match=r"ranks disagree: rank \d calls fused_matmul_all_"):
-            OP(*(other if first else good), name)
-        works(group)
+    ]
 
+    def call(arguments: Any = good) -> torch.Tensor:
+        return OP(*arguments, name)
 
-def test_ranks_that_disagree_hear_of_it(ranks: Ranks) -> None:
-    ranks.run(3, disagree)
+    differing = [{"arguments": other if first else good} for other in others]
+    check_disagreements(call, differing, r"ranks disagree: rank \d calls fused_matmul_all_")

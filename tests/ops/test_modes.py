@@ -12,25 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.ops.attention import tiles as attention_tiles
-from symm_cp.testing import Ranks
-from tests.ops.calls import OPS, Call, Tensors, calls, leaves, trained
+from tests.ops.calls import OPS, Call, CountedFunctions, CountedOps, Tensors, calls, leaves, trained
 from tests.ops.functions import functions
-
-
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Passed(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -45,8 +32,8 @@ def deterministic() -> Iterator[None]:
 MODES = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "dispatch": Seen,
-    "function": Passed,
+    "dispatch": CountedOps,
+    "function": CountedFunctions,
     "device": lambda: torch.device("meta"),
     "deterministic": deterministic,
 }
@@ -64,7 +51,9 @@ def every_call(group: dist.ProcessGroup) -> dict[str, Call]:
     return calls(group) | functions(group)
 
 
-def in_mode(group: dist.ProcessGroup, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.ranks(2)
+def test_mode_then_training(group: dist.ProcessGroup, mode: str) -> None:
     """Twice in the mode, so that both slots have been used, then training, then the mode again."""
     seed = int(torch.randint(1 << 30, ()))
     torch.manual_seed(seed)
@@ -93,12 +82,8 @@ def in_mode(group: dist.ProcessGroup, mode: str) -> None:
             assert torch.equal(call.run(*call.inputs)[0], expected[name][0][0]), name
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_mode_then_training(ranks: Ranks, mode: str) -> None:
-    ranks.run(2, in_mode, mode)
-
-
-def writes_in_inference(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_writes_in_inference_mode(group: dist.ProcessGroup) -> None:
     """Ops that write to an argument, on inference tensors and on others."""
     W, name = group.size(), group.group_name
     for outside in (torch.inference_mode, nullcontext):
@@ -116,15 +101,12 @@ def writes_in_inference(group: dist.ProcessGroup) -> None:
             assert (x == W).all()
 
 
-def test_writes_in_inference_mode(ranks: Ranks) -> None:
-    ranks.run(2, writes_in_inference)
-
-
 def as_tuple(run: Callable[..., Tensors], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(run(*inputs))
 
 
-def recomputes(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_checkpoint(group: dist.ProcessGroup) -> None:
     for reentrant in (False, True):
         for name, call in every_call(group).items():
             expected = trained(call)
@@ -138,11 +120,8 @@ def recomputes(group: dist.ProcessGroup) -> None:
                 assert torch.equal(got, want), name
 
 
-def test_checkpoint(ranks: Ranks) -> None:
-    ranks.run(2, recomputes)
-
-
-def in_thread(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_other_thread(group: dist.ProcessGroup) -> None:
     """Forward passes in a thread, first in inference mode; backward passes in this thread."""
     for name, call in every_call(group).items():
         expected = trained(call)
@@ -161,11 +140,8 @@ def in_thread(group: dist.ProcessGroup) -> None:
             assert torch.equal(got, want), name
 
 
-def test_other_thread(ranks: Ranks) -> None:
-    ranks.run(2, in_thread)
-
-
-def like_real(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_fake_tensors(group: dist.ProcessGroup) -> None:
     """Fake results have the shapes, strides and dtypes of real ones, forward and backward."""
     for dtype in (torch.float32, torch.bfloat16):
         for name, call in calls(group, dtype).items():
@@ -178,7 +154,3 @@ def like_real(group: dist.ProcessGroup) -> None:
                 assert (got.shape, got.dtype) == (want.shape, want.dtype), name
                 assert got.stride() == want.stride(), name
     symm_cp.all_gather_matmul(torch.ones(2, 3), torch.ones(3, 2), group=group)
-
-
-def test_fake_tensors(ranks: Ranks) -> None:
-    ranks.run(2, like_real)

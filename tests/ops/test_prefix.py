@@ -11,10 +11,10 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp.schedule import Mask, head_tail, sequential
 from symm_cp.schedule.tiles import seen_by_peers
-from symm_cp.testing import Ranks
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_is_refused(group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 6, 4)
     options: dict[str, Any] = {"group": group, "is_causal": True}
     with pytest.raises(TypeError, match="prefix_lengths must be a tensor or an int, is 2"):
@@ -25,10 +25,6 @@ def refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="prefix_lengths and document_edges are both given"):
         symm_cp.all_gather_attention(q, q, q, prefix_lengths=2, cu_seqlens=edges, **options)
     assert symm_cp.all_gather_attention(q, q, q, prefix_lengths=2, **options).isfinite().all()
-
-
-def test_what_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, refused)
 
 
 def test_peers_are_sent_the_prefix_and_no_more() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +15,14 @@ from torch.distributed._functional_collectives import wait_tensor as wait
 import symm_cp
 from symm_cp import cuda, tuning
 from symm_cp.group import memory
+from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import device, reference
 
 pytestmark = device.devices(*device.NAMES)
 
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATING, torch.complex128]
 FLOAT8 = torch.float8_e4m3fn
 OPS = torch.ops.symm_mem
 
@@ -53,54 +55,74 @@ def random_shape(dims: int, sizes: list[int], last: list[int]) -> list[int]:
     return shape
 
 
+def parts(W: int, dim: int) -> tuple[Split, tuple[int, ...] | None]:
+    """Parts of a dimension, and the argument `sizes`: equal ones need none."""
+    if random.random() < 0.4:
+        return Split.equal(random.choice([0, 1, 2, 3, 5, 8]), W, dim), None
+    split = Split(tuple(random.choice([0, 0, 1, 2, 5]) for _ in range(W)), dim)
+    return split, split.sizes
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 20, shape).to(dtype)
+    return torch.randn(shape, dtype=dtype if dtype.is_complex else None).to(dtype)
+
+
+def own_layout(kind: int, rank: int) -> int:
+    """A kind for `laid_out` that differs between ranks, which must agree on symmetric memory."""
+    own = random.Random(f"{random.random()} {rank}")
+    return kind if kind == 3 else own.randrange(3)
+
+
 def gathers(group: dist.ProcessGroup, index: int) -> None:
     W, rank = group.size(), group.rank()
-    dtype, dims = random.choice(FLOATING), random.choice([2, 3, 4])
+    dtype, dims = random.choice(DTYPES), random.choice([2, 3, 4])
     dim = random.randrange(-dims, dims)
-    shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
-    K = shape[-1] * (W if dim % dims == dims - 1 else 1)
-    weights = [torch.randn(K, random.choice([0, 1, 3, 8, 17])).to(dtype) for _ in range(index % 4)]
-    shards = [torch.randn(shape).to(dtype) for _ in range(W)]
-    kind = random.randrange(4)
-    full, expected = reference.all_gather_matmul(shards, weights, dim)
-    shard = laid_out(shards[rank], group, kind)
-    given = [laid_out(b, group, random.randrange(3) if kind != 3 else 0) for b in weights]
+    split, sizes = parts(W, dim % dims)
+    shape = split.whole_shape(random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33]))
+    weights = [
+        numbers([shape[-1], random.choice([0, 1, 3, 8, 17])], dtype) for _ in range(index % 4)
+    ]
+    whole = numbers(shape, dtype)
+    kind = random.randrange(4 if sizes is None else 3)
+    full, expected = reference.all_gather_matmul(split.parts(whole), weights, dim)
+    shard = laid_out(split.of(rank, whole), group, own_layout(kind, rank))
+    given = [laid_out(b, group, own_layout(0, rank) if kind != 3 else 0) for b in weights]
+    options = {"gather_dim": dim, "group": group, "sizes": sizes}
     with tuning.forced(random.choice((None, *tuning.ALGORITHMS, tuning.LANES))):
-        gathered, outputs = symm_cp.all_gather_matmul(
-            shard, given, gather_dim=dim, group=group, return_gathered=True
-        )
+        gathered, outputs = symm_cp.all_gather_matmul(shard, given, return_gathered=True, **options)
         assert torch.equal(gathered, full)
-        again = symm_cp.all_gather_matmul(shard, given, gather_dim=dim, group=group)
+        again = symm_cp.all_gather_matmul(shard, given, **options)
     for output, repeated, exact in zip(outputs, again, expected, strict=True):
         exact.check(output)
-        assert torch.equal(output, repeated)
+        exact.check(repeated)
+        assert sizes is not None or torch.equal(output, repeated)
 
 
 def scatters(group: dist.ProcessGroup, index: int) -> None:
     W, rank = group.size(), group.rank()
-    dtype, dims = random.choice(FLOATING), random.choice([2, 3, 4])
+    dtype, dims = random.choice(DTYPES), random.choice([2, 3, 4])
     dim = random.randrange(-dims, dims)
+    split, sizes = parts(W, dim % dims)
     shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
-    N = random.choice([0, 1, 3, 8, 17])
-    if dim % dims == dims - 1:
-        N *= W
-    else:
-        shape[dim] *= W
-    a = [torch.randn(shape).to(dtype) for _ in range(W)]
-    b = [torch.randn(shape[-1], N).to(dtype) for _ in range(W)]
+    inner = [random.choice([shape[-1], 5]) for _ in range(W)]
+    product = split.whole_shape([*shape[:-1], random.choice([0, 1, 3, 8, 17])])
+    a = [numbers([*product[:-1], k], dtype) for k in inner]
+    b = [numbers([k, product[-1]], dtype) for k in inner]
     reduce_op = random.choice(["sum", "avg"])
-    expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op)[rank]
-    given = laid_out(a[rank], group, random.randrange(3))
+    expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op, sizes=split.sizes)[rank]
+    given = laid_out(a[rank], group, own_layout(0, rank))
     with tuning.forced(random.choice((None, *tuning.ALGORITHMS, tuning.LANES))):
         output = symm_cp.matmul_reduce_scatter(
-            given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
+            given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group, sizes=sizes
         )
     assert output.is_contiguous()
     expected.check(output)
 
 
 def all_reduces(group: dist.ProcessGroup, index: int) -> None:
-    """Every rank has its own inner dimension, which may be 0."""
+    """Every rank has its own inner dimension, which may be 0; all get the same bits."""
     W, rank, name = group.size(), group.rank(), group.group_name
     dtype, columns = random.choice(FLOATING), random.choice([1, 3, 8, 17])
     lead = random_shape(random.choice([1, 2, 3]), [1, 2, 3, 5], [1, 4, 7, 33])
@@ -109,16 +131,24 @@ def all_reduces(group: dist.ProcessGroup, index: int) -> None:
     b = [torch.randn(k, columns).to(dtype) for k in inner]
     bias = torch.randn(columns).to(dtype) if index % 2 else None
     reduce_op = random.choice(["sum", "avg"])
-    given = laid_out(a[rank], group, random.randrange(3))
+    given = laid_out(a[rank], group, own_layout(0, rank))
     with tuning.forced(random.choice((None, *tuning.ALGORITHMS))):
         # The second op takes the forced algorithm, however few rows there are.
         outputs = [
-            OPS.fused_matmul_all_reduce(given, b[rank], bias, reduce_op, name),
+            symm_cp.matmul_all_reduce(given, b[rank], bias, reduce_op=reduce_op, group=group),
             OPS._fused_matmuls_all_reduce([given], [b[rank]], None, bias, reduce_op, name),
         ]
     for output in outputs:
         assert output.is_contiguous()
         reference.matmul_all_reduce(a, b, reduce_op, bias).check(output)
+        assert_same_bits(output, group)
+
+
+def assert_same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Checks that all ranks have the same values."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, tensor.cpu(), group=group)
+    assert all(torch.equal(tensor.cpu(), other) for other in everyone)
 
 
 def scaled_dtype() -> torch.dtype:
@@ -204,13 +234,8 @@ def collectives(group: dist.ProcessGroup, index: int) -> None:
     shape = [random.choice([1, 2, 3, 64, 1000])] + [random.choice([1, 3, 8])] * random.randrange(3)
     kind = random.randrange(4)
 
-    def numbers(size: list[int]) -> torch.Tensor:
-        if dtype.is_floating_point:
-            return torch.randn(size).to(dtype)
-        return torch.randint(0, 20, size).to(dtype)
-
-    shards = [numbers(shape) for _ in range(W)]
-    fulls = [numbers([shape[0] * W, *shape[1:]]) for _ in range(W)]
+    shards = [numbers(shape, dtype) for _ in range(W)]
+    fulls = [numbers([shape[0] * W, *shape[1:]], dtype) for _ in range(W)]
     shard, full = laid_out(shards[rank], group, kind), laid_out(fulls[rank], group, kind)
     pending = [OPS._low_contention_all_gather(shard, name) for _ in range(3)]
     reduce_op = random.choice(["sum", "avg"]) if dtype.is_floating_point else "sum"
@@ -251,8 +276,8 @@ def repeat(group: dist.ProcessGroup, case: Callable[..., None], count: int) -> N
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        (gathers, 60),
-        (scatters, 60),
+        (gathers, 90),
+        (scatters, 90),
         (all_reduces, 40),
         (scaled_gathers, 30),
         (scaled_scatters, 30),

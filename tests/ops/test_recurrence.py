@@ -18,6 +18,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import pairs, some
 from tests.ops.functions import users
+from tests.ops.refusals import check_refusals
 
 pytestmark = device.devices("cpu", "simulated")
 
@@ -222,7 +223,8 @@ def test_equals_the_loop(ranks: Ranks, world_size: int, kind: str, packed: str, 
     ranks.run(world_size, runs, rule, kind, packed)
 
 
-def other_dtypes(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_dtypes_under_autocast(group: dist.ProcessGroup) -> None:
     """16-bit inputs are computed in float32: only inputs and output are rounded."""
     rows = slice(6 * group.rank(), 6 * group.rank() + 6)
     for (loop, op, make), dtype in itertools.product(
@@ -235,10 +237,6 @@ def other_dtypes(group: dist.ProcessGroup) -> None:
         assert (out.dtype, final.dtype) == (dtype, torch.float32)
         eps = max(torch.finfo(dtype).eps, 100 * torch.finfo(torch.float32).eps)
         torch.testing.assert_close(out.double(), want[:, rows], rtol=eps, atol=eps)
-
-
-def test_dtypes_under_autocast(ranks: Ranks) -> None:
-    ranks.run(2, other_dtypes)
 
 
 # --- errors -----------------------------------------------------------------------------------
@@ -296,24 +294,17 @@ def wrong_calls(group: dist.ProcessGroup) -> list[tuple[Any, type[Exception], st
     ]  # fmt: skip
 
 
-def refuses(group: dist.ProcessGroup) -> None:
-    """All ranks refuse a call, or one does and tells the others; the next call works."""
-    args = of_gated(8, (), True)
-    expected, _ = symm_cp.gated_delta_rule(*args, group=group)
-    for run, error, text in wrong_calls(group):
-        with pytest.raises(error, match=text):
-            run()
-        with pytest.raises((error, RuntimeError), match=text):
-            run() if group.rank() == 1 else symm_cp.gated_delta_rule(*args, group=group)
-        assert torch.equal(symm_cp.gated_delta_rule(*args, group=group)[0], expected)
-
-
 @device.devices("cpu")  # on other devices ranks compare only if SYMM_CP_DEBUG=1
-def test_refuses_what_it_cannot_do(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
+@pytest.mark.ranks(2)
+def test_refuses_what_it_cannot_do(group: dist.ProcessGroup) -> None:
+    args = of_gated(8, (), True)
+    wrong = [(error, text, run) for run, error, text in wrong_calls(group)]
+    check_refusals(group, lambda: symm_cp.gated_delta_rule(*args, group=group)[0], wrong)
 
 
-def disagree(group: dist.ProcessGroup) -> None:
+@device.devices("cpu")
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree(group: dist.ProcessGroup) -> None:
     """Parts of 8 and 4 positions, or of 8; rank 1 passes arguments with a user's mistake."""
     rank = group.rank()
     whole = of_gated(12, (), True)
@@ -342,11 +333,6 @@ def disagree(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="ranks disagree"):
         op(*mine[: 4 + rank], group=group, chunk_size=4, **right)
     works(mine)
-
-
-@device.devices("cpu")
-def test_ranks_that_disagree(ranks: Ranks) -> None:
-    ranks.run(2, disagree)
 
 
 def test_sweeps() -> None:

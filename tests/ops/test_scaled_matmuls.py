@@ -23,7 +23,7 @@ from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import pairs, some
 from tests.ops.calls import python_calls
-from tests.ops.test_small_matmuls import lengths
+from tests.ops.refusals import check_disagreements
 
 OPS = torch.ops.symm_mem
 E4 = torch.float8_e4m3fn
@@ -35,6 +35,10 @@ KERNELS = {
     "_scaled_matmul_scattered",
     "_scaled_matmul_all_reduce",
 }
+
+
+def lengths(group: dist.ProcessGroup, uneven: bool) -> list[int]:
+    return [(2, 0, 3, 1)[r] if uneven else 3 for r in range(group.size())]
 
 
 def by_plan(run: Callable[[], object]) -> bool:
@@ -63,12 +67,6 @@ def float8(*shape: int, dtype: torch.dtype = E4) -> torch.Tensor:
 
 def scales(*shape: int) -> torch.Tensor:
     return torch.rand(shape) + 0.5
-
-
-def part_of(split: Split, rank: int, whole: reference.Expected) -> reference.Expected:
-    partials = None if whole.partials is None else split.of(rank, whole.partials)
-    value, magnitude = split.of(rank, whole.value), split.of(rank, whole.magnitude)
-    return reference.Expected(value, magnitude, whole.terms, partials)
 
 
 def check_result(actual: torch.Tensor, exact: reference.Expected, divisor: float) -> None:
@@ -135,7 +133,7 @@ def scatters(
     total = reference.scaled_matmul_all_reduce(
         lefts, left_scales, rights, right_scales, reduce_op, bias
     )
-    exact = part_of(split, rank, total)
+    exact = total.parts(split.sizes, dim)[rank]
     own_scales = left_scales[rank], right_scales[rank]
 
     def run() -> Any:
@@ -200,7 +198,8 @@ def small_calls(group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
     }
 
 
-def without_python(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_nothing_of_python_runs_between_call_and_result(group: dist.ProcessGroup) -> None:
     for name, call in small_calls(group).items():
         for _ in range(3):
             call()
@@ -209,11 +208,9 @@ def without_python(group: dist.ProcessGroup) -> None:
         assert len(seen) <= (12 if name.startswith("entry") else 0), (name, seen)
 
 
-def test_nothing_of_python_runs_between_call_and_result(ranks: Ranks) -> None:
-    ranks.run(2, without_python)
-
-
-def large(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_large_matrices(group: dist.ProcessGroup, world_size: int) -> None:
     """Matrices of any size: in pieces, through slots of half a MiB."""
     size, rank = group.size(), group.rank()
     torch.manual_seed(0)
@@ -245,11 +242,6 @@ def large(group: dist.ProcessGroup) -> None:
 
     assert by_plan(run_scatter)
     torch.testing.assert_close(results[0], size * expected[length * rank :][:length])
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_large_matrices(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, large)
 
 
 def biases(group: dist.ProcessGroup) -> None:
@@ -306,17 +298,15 @@ def empty(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[], Any], An
     yield "nothing to sum over", lambda: scatter(a[:, :0], w[:0]), [4, 8]
 
 
-def empty_matrices(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_empty_matrices(group: dist.ProcessGroup) -> None:
     for name, call, shape in empty(group):
         by_plan(call)
         assert torch.equal(call(), torch.zeros(shape)), name
 
 
-def test_empty_matrices(ranks: Ranks) -> None:
-    ranks.run(2, empty_matrices)
-
-
-def algorithms(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_calls_by_either_algorithm_are_planned(group: dist.ProcessGroup) -> None:
     calls = small_calls(group)
     for context in (
         tuning.forced("shards"),
@@ -330,50 +320,20 @@ def algorithms(group: dist.ProcessGroup) -> None:
     assert all(map(by_plan, calls.values()))
 
 
-def test_calls_by_either_algorithm_are_planned(ranks: Ranks) -> None:
-    ranks.run(2, algorithms)
-
-
-def one_refuses(group: dist.ProcessGroup) -> None:
-    calls = small_calls(group)
-    one, w = torch.ones(()), float8(8, 16).t()
-    wrong = float8(8, 15).t() if group.rank() == 1 else w
-    for call in (
-        lambda: symm_cp.scaled_all_gather_matmul(float8(4, 16), wrong, one, one, group=group),
-        lambda: symm_cp.scaled_matmul_reduce_scatter(
-            float8(4 * group.size(), 16), wrong, one, one, group=group
-        ),
-    ):
-        with pytest.raises((ValueError, RuntimeError), match="needs 16 rows"):
-            call()
-        for good in calls.values():
-            good()
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_a_rank_that_refuses(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_refuses)
-
-
-def they_differ(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(group: dist.ProcessGroup) -> None:
     """Ranks are told if their scales differ in kind, or their results in dtype."""
     size, rank = group.size(), group.rank()
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a = float8(4 * size, 16)
     mode = scales(4, 1) if rank == 0 else one
     dtype = torch.float32 if rank == 0 else torch.bfloat16
-    for call in (
+    differing = (
         lambda: symm_cp.scaled_all_gather_matmul(x, w, mode, one, group=group),
         lambda: symm_cp.scaled_matmul_reduce_scatter(a, w, one, one, group=group, out_dtype=dtype),
-    ):
-        with pytest.raises(RuntimeError, match="ranks disagree"):
-            call()
+    )
     for good in small_calls(group).values():
-        good()
-
-
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    ranks.run(2, they_differ)
+        check_disagreements(lambda good=good: tree_leaves(good())[-1], differing)
 
 
 def elsewhere(group: dist.ProcessGroup, x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -386,7 +346,47 @@ def elsewhere(group: dist.ProcessGroup, x: torch.Tensor) -> Iterator[torch.Tenso
     yield shared.view(x.shape).copy_(x)
 
 
-def views(group: dist.ProcessGroup) -> None:
+def spaced(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same values: every other column and row of a wider tensor, and by columns."""
+    values = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    for other in (
+        values.repeat_interleave(2, 1)[:, ::2],
+        values.repeat_interleave(2, 0)[::2],
+        values.t().contiguous().t(),
+        torch.cat([values, values], 1)[:, : values.shape[1]],
+        torch.cat([values, values])[: values.shape[0]],
+    ):
+        yield other.view(tensor.dtype)
+
+
+@pytest.mark.parametrize("algorithm", [None, "shards"])
+@pytest.mark.ranks(2)
+def test_strides(group: dist.ProcessGroup, algorithm: str | None) -> None:
+    """Strides of length 1 mean nothing, and others are taken, whatever the number of rows is."""
+    rest: dict[str, Any] = {"group": group, "out_dtype": torch.float32}
+    ops: list[Callable[..., Any]] = [
+        symm_cp.scaled_all_gather_matmul,
+        symm_cp.scaled_matmul_reduce_scatter,
+        symm_cp.scaled_matmul_all_reduce,
+    ]
+    for op, rows, inner, columns in itertools.product(ops, (1, 4), (1, 16), (1, 16)):
+        rows *= group.size() if op is ops[1] else 1
+        operands = [
+            float8(rows, inner), float8(columns, inner).t(), scales(rows, 1), scales(1, columns)
+        ]  # fmt: skip
+        with tuning.forced(algorithm):
+            expected = op(*operands, **rest)[-1]
+            for place, given in enumerate(operands):
+                for number, other in enumerate(spaced(given)):
+                    assert torch.equal(other.float(), given.float())
+                    found = op(*operands[:place], other, *operands[place + 1 :], **rest)[-1]
+                    told = f"{op.__name__} {rows} {inner} {columns}: {place} {number}"
+                    torch.testing.assert_close(found, expected, msg=lambda m, t=told: f"{t}: {m}")
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_views_and_modes(group: dist.ProcessGroup, world_size: int) -> None:
     """Results do not depend on addresses or strides of the operands, and may be modified."""
     size = group.size()
     x, a, w = float8(4, 16), float8(4 * size, 16), float8(8, 16).t()
@@ -414,49 +414,3 @@ def views(group: dist.ProcessGroup) -> None:
             assert run(tensor).is_inference()
         with torch.no_grad():
             assert torch.equal(run(tensor) + 1, plain)
-
-
-def spaced(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same values: every other column and row of a wider tensor, and by columns."""
-    values = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-    for other in (
-        values.repeat_interleave(2, 1)[:, ::2],
-        values.repeat_interleave(2, 0)[::2],
-        values.t().contiguous().t(),
-        torch.cat([values, values], 1)[:, : values.shape[1]],
-        torch.cat([values, values])[: values.shape[0]],
-    ):
-        yield other.view(tensor.dtype)
-
-
-def strides(group: dist.ProcessGroup, algorithm: str | None) -> None:
-    """Strides of length 1 mean nothing, and others are taken, whatever the number of rows is."""
-    rest: dict[str, Any] = {"group": group, "out_dtype": torch.float32}
-    ops: list[Callable[..., Any]] = [
-        symm_cp.scaled_all_gather_matmul,
-        symm_cp.scaled_matmul_reduce_scatter,
-        symm_cp.scaled_matmul_all_reduce,
-    ]
-    for op, rows, inner, columns in itertools.product(ops, (1, 4), (1, 16), (1, 16)):
-        rows *= group.size() if op is ops[1] else 1
-        operands = [
-            float8(rows, inner), float8(columns, inner).t(), scales(rows, 1), scales(1, columns)
-        ]  # fmt: skip
-        with tuning.forced(algorithm):
-            expected = op(*operands, **rest)[-1]
-            for place, given in enumerate(operands):
-                for number, other in enumerate(spaced(given)):
-                    assert torch.equal(other.float(), given.float())
-                    found = op(*operands[:place], other, *operands[place + 1 :], **rest)[-1]
-                    told = f"{op.__name__} {rows} {inner} {columns}: {place} {number}"
-                    torch.testing.assert_close(found, expected, msg=lambda m, t=told: f"{t}: {m}")
-
-
-@pytest.mark.parametrize("algorithm", [None, "shards"])
-def test_strides(ranks: Ranks, algorithm: str | None) -> None:
-    ranks.run(2, strides, algorithm)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_views_and_modes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, views)

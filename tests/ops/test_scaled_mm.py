@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.ops.matmul import scaled_mm
-from symm_cp.testing import Ranks
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -77,7 +76,8 @@ def test_operands_may_begin_anywhere() -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def slices_of_scales(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_slices_of_scales_are_aligned(group: dist.ProcessGroup) -> None:
     """With 6 rows per rank, the second rank's scales begin 24 bytes after the first rank's."""
     W, rank = group.size(), group.rank()
     torch.manual_seed(0)
@@ -107,7 +107,3 @@ def slices_of_scales(group: dist.ProcessGroup) -> None:
             expected.append(W * product.chunk(W, dim)[rank])
     for got, want in zip(results, expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
-
-
-def test_slices_of_scales_are_aligned(ranks: Ranks) -> None:
-    ranks.run(3, slices_of_scales)

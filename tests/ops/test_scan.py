@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
+from tests.ops.refusals import Wrong, check_disagreements, check_refusals
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -106,42 +108,37 @@ def test_every_dtype(ranks: Ranks) -> None:
     ranks.run(3, scans, kinds)
 
 
-def same_bits(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_runs_have_the_same_bits(group: dist.ProcessGroup) -> None:
     states, factors = given(group.size(), [5, 64, 150], [5, 64, 64], torch.float32)
     own, factor = (mine(t, group.rank(), torch.float32) for t in (states, factors))
     results = [symm_cp.scan_states(own, transition=factor, group=group) for _ in range(3)]
     assert all(torch.equal(results[0], other) for other in results)
 
 
-def test_runs_have_the_same_bits(ranks: Ranks) -> None:
-    ranks.run(3, same_bits)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     state, matrix = torch.zeros(2, 3, 4), torch.zeros(2, 3, 3)
-    with pytest.raises(ValueError, match=r"exactly one of decay and transition .* neither"):
-        symm_cp.scan_states(state, group=group)
-    with pytest.raises(ValueError, match=r"exactly one of decay and transition .* both"):
-        symm_cp.scan_states(state, decay=state, transition=matrix, group=group)
-    with pytest.raises(ValueError, match=r"transition \[2, 3, 4\] must be \[2, 3, 3\]"):
-        symm_cp.scan_states(state, transition=state, group=group)
-    with pytest.raises(ValueError, match=r"decay \[2, 3, 3\] must have the dimensions"):
-        symm_cp.scan_states(state, decay=matrix, group=group)
-    with pytest.raises(TypeError, match=r"transition is torch\.float64"):
-        symm_cp.scan_states(state, transition=matrix.double(), group=group)
-    with pytest.raises(TypeError, match=r"state is torch\.int64"):
-        symm_cp.scan_states(state.long(), transition=matrix.long(), group=group)
-    if device.chosen() == "cpu":  # elsewhere ranks compare their calls in debug mode only
-        with pytest.raises(RuntimeError, match="ranks disagree"):
-            symm_cp.scan_states(state, decay=state, group=group, reverse=group.rank() == 1)
-    symm_cp.scan_states(state, transition=matrix, group=group)
+
+    def scans(state: torch.Tensor = state, **factor: Any) -> torch.Tensor:
+        return symm_cp.scan_states(state, **factor or {"transition": matrix}, group=group)
+
+    wrong: list[Wrong] = [
+        (ValueError, "exactly one of decay and transition .* neither", {"decay": None}),
+        (ValueError, "exactly one .* both", {"decay": state, "transition": matrix}),
+        (ValueError, r"transition \[2, 3, 4\] must be \[2, 3, 3\]", {"transition": state}),
+        (ValueError, r"decay \[2, 3, 3\] must have the dimensions", {"decay": matrix}),
+        (TypeError, r"transition is torch\.float64", {"transition": matrix.double()}),
+        (TypeError, r"state is torch\.int64",
+         {"state": state.long(), "transition": matrix.long()}),
+    ]  # fmt: skip
+    check_refusals(group, scans, wrong, "scan_states")
+    check_disagreements(scans, [{"decay": state, "reverse": group.rank() == 1}])
 
 
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def fails_in_the_middle(group: dist.ProcessGroup) -> None:
+@device.devices("cpu")
+@pytest.mark.ranks(4)
+def test_calls_after_a_failure(group: dist.ProcessGroup) -> None:
     """A rank of a chain fails; later ranks that do not hear from it directly are told, too."""
     from symm_cp.group.memory import resolve
     from symm_cp.runtime.relay import relay
@@ -161,8 +158,3 @@ def fails_in_the_middle(group: dist.ProcessGroup) -> None:
         state = torch.ones(2)
         found = symm_cp.scan_states(state, decay=state, group=group)
         assert torch.equal(found, state * group.rank())
-
-
-@device.devices("cpu")
-def test_calls_after_a_failure(ranks: Ranks) -> None:
-    ranks.run(4, fails_in_the_middle)

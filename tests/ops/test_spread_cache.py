@@ -16,6 +16,7 @@ from tests import attention_reference, device
 from tests.attention_reference import Problem
 from tests.device import devices
 from tests.exhaustive import some
+from tests.ops.refusals import Wrong, check_disagreements, check_refusals
 
 pytestmark = devices("cpu", "simulated", "cuda")
 
@@ -120,8 +121,15 @@ def test_equals_dense_attention(ranks: Ranks, name: str, world_size: int) -> Non
             )  # fmt: skip
 
 
-def decode(group: dist.ProcessGroup, steps: int, new: int, options: dict[str, Any]) -> None:
-    """Decodes some tokens at a time, compares with one call, and counts the calls made by plans."""
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"scatter_heads": True}, {"mask": True}], ids=str)
+@pytest.mark.ranks(2)
+def test_steps_equal_one_call(group: dist.ProcessGroup, new: int, options: dict[str, Any]) -> None:
+    """A plan serves all lengths of the cache: the second call with keys records it.
+
+    Decodes some tokens at a time, compares with one call, and counts the calls made by plans.
+    """
+    steps = 512
     torch.manual_seed(0)
     W, rank = group.size(), group.rank()
     q, k, v = torch.randn(2, 4, steps, 8), torch.randn(2, 2, steps, 8), torch.randn(2, 2, steps, 8)
@@ -151,54 +159,46 @@ def decode(group: dist.ProcessGroup, steps: int, new: int, options: dict[str, An
     assert planned >= steps // new - 8 or device.chosen() != "cpu", planned
 
 
-@pytest.mark.parametrize("new", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"scatter_heads": True}, {"mask": True}], ids=str)
-def test_steps_equal_one_call(ranks: Ranks, new: int, options: dict[str, Any]) -> None:
-    """A plan serves all lengths of the cache: the second call with keys records it."""
-    ranks.run(2, decode, 512, new, options)
+@pytest.mark.parametrize("scatter_heads", [False, True])
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused(group: dist.ProcessGroup, scatter_heads: bool) -> None:
+    q, k, at = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8), torch.arange(6)
 
+    def attend(**change: Any) -> torch.Tensor:
+        arguments = {"query": q, "key": k, "value": k, "scatter_heads": scatter_heads, **change}
+        return symm_cp.spread_cache_attention(**arguments, group=group)[0]
 
-def refused(group: dist.ProcessGroup) -> list[str]:
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)
-    at = torch.arange(6)
-    wrong = [
-        {"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)},
-        {"mask": torch.ones(1, 1, 2, 6, dtype=torch.int32)},
-        {"key_positions": at},
-        {"key_positions": at[:5], "first_query": 6},
-        {"key_positions": at.flip(0), "first_query": 6},
-        {"key_positions": at, "first_query": 6, "window_left": -1},
-        {"window_left": 3},
-        {"softcap": 0.0},
-        {"sinks": torch.zeros(2)},
-        {"key": torch.randn(1, 3, 6, 8)},
-        {"value": torch.randn(1, 2, 5, 8)},
-        {"query": q.int()},
+    wrong: list[Wrong] = [
+        (ValueError, "mask has shape", {"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}),
+        (TypeError, "mask is torch.int32", {"mask": torch.ones(1, 1, 2, 6, dtype=torch.int32)}),
+        (ValueError, "first_query", {"key_positions": at}),
+        (ValueError, "key_positions", {"key_positions": at[:5], "first_query": 6}),
+        (ValueError, "ascend", {"key_positions": at.flip(0), "first_query": 6}),
+        (ValueError, "window_left", {"key_positions": at, "first_query": 6, "window_left": -1}),
+        (ValueError, "window_left", {"window_left": 3}),
+        (ValueError, "softcap", {"softcap": 0.0}),
+        (ValueError, "sinks has shape", {"sinks": torch.zeros(2)}),
+        (ValueError, "heads", {"key": torch.randn(1, 3, 6, 8)}),
+        (ValueError, "value", {"value": k[:, :, :5]}),
+        (TypeError, "query", {"query": q.int()}),
     ]
-    errors = []
-    for change in wrong:
-        given = {"query": q, "key": k, "value": k, "group": group, **change}
-        with pytest.raises((ValueError, TypeError), match="spread_cache_attention: ") as error:
-            symm_cp.spread_cache_attention(**given)
-        errors.append(str(error.value))
-    symm_cp.spread_cache_attention(q, k, k, group=group)  # the group can still be used
-    if device.chosen() == "cpu":  # on streams, ranks compare calls only if asked to
-        with pytest.raises(RuntimeError, match="first_query"):
-            symm_cp.spread_cache_attention(
-                q, k, k, group=group, key_positions=at, first_query=6 + group.rank()
-            )
-    with pytest.raises(NotImplementedError, match="all_gather_attention"):
-        symm_cp.spread_cache_attention(q.requires_grad_(), k, k, group=group)[0].sum().backward()
-    return errors
-
-
-def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
-    for errors in ranks.run(2, refused):
-        assert all(
-            name in error
-            for name, error in zip(
-                ("mask", "mask", "first_query", "key_positions", "ascend", "window_left",
-                 "window_left", "softcap", "sinks", "heads", "value", "query"),
-                errors, strict=True,
-            )
-        ), errors  # fmt: skip
+    if scatter_heads:
+        gradient = {"mask": torch.zeros(1, 1, 2, 6).requires_grad_()}
+        three = {"query": q[:, :3], "key": k[:, :1], "value": k[:, :1]}
+        wrong += [
+            (ValueError, "query has 3 heads, which is not divisible by world size 2", three),
+            (NotImplementedError, "mask has no gradient", gradient),
+        ]
+    check_refusals(group, attend, wrong, "spread_cache_attention")
+    differing = [{"key_positions": at, "first_query": 6 + group.rank()}]
+    check_disagreements(attend, differing, "first_query")
+    if scatter_heads:
+        told = r"ranks disagree.*all_to_all 1 \(2, None"
+        check_disagreements(attend, [{"scale": 1.0 + group.rank()}], told)
+    leaf = q.clone().requires_grad_()
+    loss = attend(query=leaf).square().sum()
+    if scatter_heads:  # its gradients have none
+        loss = torch.autograd.grad(loss, leaf, create_graph=True)[0].sum()
+    message = "second derivatives" if scatter_heads else "all_gather_attention"
+    with pytest.raises(NotImplementedError, match=message):
+        loss.backward()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.testing import Ranks
-from tests import attention_reference, device
+from tests import attention_reference
 from tests.attention_reference import Problem
 from tests.device import devices
 from tests.exhaustive import pairs, some
@@ -137,53 +137,9 @@ def test_equals_dense_attention(
     compare(case, problems, ranks.run(world_size, trained, case, problems))
 
 
-def refused(group: dist.ProcessGroup) -> None:
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)
-
-    def attend(**change: Any) -> torch.Tensor:
-        arguments = {"query": q, "key": k, "value": k, "group": group, **change}
-        return symm_cp.spread_cache_attention(**arguments, scatter_heads=True)[0]
-
-    good = attend()
-    for error, text, change in (
-        (ValueError, "query has 3 heads, which is not divisible by world size 2",
-         {"query": q[:, :3], "key": k[:, :1], "value": k[:, :1]}),
-        (ValueError, "mask has shape", {"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}),
-        (ValueError, "first_query", {"key_positions": torch.arange(6)}),
-        (ValueError, "softcap", {"softcap": 0.0}),
-        (ValueError, "sinks has shape", {"sinks": torch.zeros(2)}),
-        (ValueError, "value", {"value": k[:, :, :5]}),
-        (TypeError, "query", {"query": q.int()}),
-        (NotImplementedError, "mask has no gradient",
-         {"mask": torch.zeros(1, 1, 2, 6).requires_grad_()}),
-    ):  # fmt: skip
-        with pytest.raises(error, match=f"spread_cache_attention: .*{text}"):
-            attend(**change)
-        # The error of one rank reaches the other.
-        if device.chosen() == "cpu":  # on streams the host does not wait for the other rank
-            with pytest.raises((error, RuntimeError), match=f"spread_cache_attention: .*{text}"):
-                attend(**(change if group.rank() == 1 else {}))
-        assert torch.equal(attend(), good)
-    if device.chosen() == "cpu":  # on streams, ranks compare calls only if asked to
-        with pytest.raises(RuntimeError, match=r"ranks disagree.*all_to_all 1 \(2, None"):
-            attend(scale=1.0 + group.rank())
-    out = attend(query=q.clone().requires_grad_())
-    (grad,) = torch.autograd.grad(out.square().sum(), out.grad_fn.next_functions[0][0].variable,
-                                  create_graph=True)  # fmt: skip
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        grad.sum().backward()
-
-
-def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refused)
-
-
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
-def test_equals_gathered_results(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gathers)
-
-
-def gathers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_equals_gathered_results(group: dist.ProcessGroup, world_size: int) -> None:
     """The heads of the result that all ranks get without `scatter_heads`."""
     torch.manual_seed(0)
     q = torch.randn(2, 8, 3, 16)

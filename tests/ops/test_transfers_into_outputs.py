@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
-from symm_cp.testing import Ranks
 from tests.device import devices
 from tests.exhaustive import some
 from tests.ops.calls import OPS, waited
+from tests.ops.refusals import Wrong, check_refusals
 
 GATHER = OPS._low_contention_all_gather_out
 SCATTER = OPS._low_contention_reduce_scatter_out
@@ -30,7 +28,16 @@ def place(length: int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> t
     return tensor
 
 
-def transfers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+@devices("cpu", "simulated")
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        (2, torch.float32), (3, torch.bfloat16),
+        of=[(W, t) for W in (1, 2, 3, 4) for t in (torch.float32, torch.bfloat16, torch.int16)],
+    ),
+)  # fmt: skip
+@pytest.mark.ranks
+def test_values(group: dist.ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for length in LENGTHS:
         for of in (None, group):
@@ -51,19 +58,9 @@ def transfers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
             dist.barrier(group)  # before memory that peers read is freed
 
 
-@devices("cpu", "simulated")
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    some(
-        (2, torch.float32), (3, torch.bfloat16),
-        of=[(W, t) for W in (1, 2, 3, 4) for t in (torch.float32, torch.bfloat16, torch.int16)],
-    ),
-)  # fmt: skip
-def test_values(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, transfers, dtype)
-
-
-def compiled(group: dist.ProcessGroup, backend: str) -> None:
+@pytest.mark.parametrize("backend", some("aot_eager", of=("aot_eager", "inductor")))
+@pytest.mark.ranks(2)
+def test_compiled(group: dist.ProcessGroup, backend: str) -> None:
     W, name = group.size(), group.group_name
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
@@ -77,23 +74,14 @@ def compiled(group: dist.ProcessGroup, backend: str) -> None:
     optimized = torch.compile(run, fullgraph=True, backend=backend)
     for found, expected in zip(optimized(x), run(x), strict=True):
         torch.testing.assert_close(found, expected)
-    out = torch.empty(2 * W * W, 3)
-    for op, args in ((GATHER, (x, name, out)), (SCATTER, (x, "sum", name, out[:2].clone()))):
-        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(op.default, args, test_utils=tests)
 
 
-@pytest.mark.parametrize("backend", some("aot_eager", of=("aot_eager", "inductor")))
-def test_compiled(ranks: Ranks, backend: str) -> None:
-    ranks.run(2, compiled, backend)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
-    """One rank refuses a call and its peers are told; then all ranks make a good call."""
+@pytest.mark.ranks(2)
+def test_errors(group: dist.ProcessGroup) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     x, out, leaf = torch.ones(4), torch.ones(4 * W), torch.ones(4, requires_grad=True)
     spaced = torch.ones(4 * W, 2)[:, 0]
-    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    cases: list[Wrong] = [
         (ValueError, r"all_gather_out: out is torch.float32 \[4\], needs torch.float32 \[8\]",
          lambda: GATHER(x, name, x.clone())),
         (ValueError, r"all_gather_out: out is torch.float64 \[8\], needs torch.float32",
@@ -109,21 +97,10 @@ def refuses(group: dist.ProcessGroup) -> None:
         (ValueError, r"reduce_op='max' must be 'sum' or 'avg'",
          lambda: SCATTER(out, "max", name, x)),
     ]  # fmt: skip
-    for error, message, call in cases:
-        if rank == W - 1:
-            with pytest.raises(error, match=message):
-                call()
-        else:
-            with pytest.raises(RuntimeError, match=rf"{error.__name__} on rank {W - 1}: "):
-                waited(GATHER(x, name, out))
-        assert torch.equal(waited(GATHER(x, name, out)), torch.ones(4 * W))
+    check_refusals(group, lambda: waited(GATHER(x, name, out)).clone(), cases)
     for op, call in (
         ("_low_contention_all_gather_out", lambda: GATHER(leaf, name, out)),
         ("_low_contention_reduce_scatter_out", lambda: SCATTER(out, "sum", name, leaf)),
     ):
         with pytest.raises(NotImplementedError, match=f"{op}: has no gradient"):
             call()
-
-
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

@@ -1,4 +1,4 @@
-"""Attention by heads: every option against the dense reference, and against attention by keys."""
+"""Attention by heads: shares of heads, flex attention, meshes, groups of heads and errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from symm_cp.ops.attention import ulysses
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.methods import Method, split_by
 from symm_cp.ops.heads.shares import shares_of
-from symm_cp.schedule import SequenceLayout, head_tail, sequential
+from symm_cp.schedule import sequential
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, some
-from tests.ops import test_attention_options as by_keys
 from tests.ops import test_flex_attention as flex
-from tests.ops.attention_cases import Case, layouts, positions, run, run_all
-from tests.ops.test_attention_options import combined, made
+from tests.ops.attention_cases import layouts, run
+from tests.ops.test_attention_options import HEADS, combined
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 ULYSSES = Method("ulysses")
@@ -60,112 +59,10 @@ def test_every_head_is_attended_with_once_and_by_the_key_head_that_it_shares(
             assert sorted(set(wanted)) == list(range(first, last))
 
 
-# --- against the dense reference -------------------------------------------------------------
-
-HEADS: list[dict[str, int]] = [
-    {"heads": 4, "kv_heads": 4},
-    {"heads": 8, "kv_heads": 2},
-    {"heads": 8, "kv_heads": 1},
-    {"heads": 6, "kv_heads": 6},
-    {"heads": 6, "kv_heads": 2},
-]
-
-
-def by_heads(group: dist.ProcessGroup, cases: list[Case], seed: int) -> None:
-    run_all(group, [replace(case, options={"method": "ulysses"}) for case in cases], seed)
-
-
-def each(world_size: int) -> list[Case]:
-    """Every option with every mask, in turn with each layout and numbers of heads."""
-    turns = itertools.cycle(itertools.product(layouts(world_size), HEADS))
-    found = []
-    for option, mask in itertools.product([{}, *by_keys.OPTIONS], by_keys.MASKS):
-        layout, heads = next(turns)
-        found.append(made(layout, **{**mask, **option, **heads}))
-    return found
-
-
-@ON_DEVICES
-def test_options(ranks: Ranks) -> None:
-    seed = int(torch.randint(1 << 30, ()))
-    ranks.run(3, by_heads, random.sample(each(3), 6), seed)
-
-
-@exhaustive
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_option_with_each_mask(ranks: Ranks, world_size: int) -> None:
-    seed = int(torch.randint(1 << 30, ()))
-    ranks.run(world_size, by_heads, each(world_size), seed)
-
-
-@ON_DEVICES
-@pytest.mark.parametrize("world_size", some(4, of=[1, 2, 3, 4]))
-def test_combinations(ranks: Ranks, world_size: int) -> None:
-    seed = random.randrange(1 << 30)
-    chosen = random.Random(seed)
-    cases = [
-        replace(combined(layout, chosen), **chosen.choice(HEADS))
-        for layout in layouts(world_size)
-        for _ in range(4)
-    ]
-    ranks.run(world_size, by_heads, cases, seed)
-
-
-@exhaustive
-@pytest.mark.parametrize("world_size", [3])
-def test_many_rows(ranks: Ranks, world_size: int) -> None:
-    """Enough rows and keys for several blocks of the kernels, and tiles with bands."""
-    layout = head_tail(600, world_size)
-    options = {"softcap": 2.0, "sinks": True, "bias": True, "dropout_p": 0.2, "with_lse": True}
-    cases = [
-        made(layout, batch=1, heads=4, dtype=dtype, causal=True, features=16, **more)
-        for dtype, more in itertools.product(
-            (torch.float32, torch.bfloat16),
-            ({**options, "value_features": 24}, {"left": 100}, {"kv_heads": 1, "with_lse": True}),
-        )
-    ]
-    ranks.run(world_size, by_heads, cases, int(torch.randint(1 << 30, ())))
-
-
-@exhaustive
-@ON_DEVICES
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
-    W = world_size
-    keys, uneven = head_tail(11 * W + 2, W), sequential(7 * W + 1, W)
-    same = sequential(11 * W + 2, W)  # the keys' sequence, spread differently
-    heads = {"heads": 4, "kv_heads": 2}
-    cases = [
-        made(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0, **heads),
-        made(keys, uneven, padded=True, with_lse=True, **heads),
-        made(keys, uneven, causal=True, left=5, **heads),
-        made(keys, same, causal=True, bias=True, **heads),
-        made(keys, same, causal=True, **heads),
-        made(same, keys, left=3, dropout_p=0.3, **heads),
-        made(sequential(0, W), uneven, sinks=True, with_lse=True, **heads),
-        made(keys, sequential(0, W), sinks=True, with_lse=True, **heads),
-    ]
-    ranks.run(world_size, by_heads, cases, int(torch.randint(1 << 30, ())))
-
-
-def cross(group: dist.ProcessGroup) -> None:
-    """Without a mask queries of another length need no layout."""
-    W, r = group.size(), group.rank()
-    q, k, v = (torch.randn(1, 4, n * W, 8, dtype=torch.float64) for n in (3, 5, 5))
-    mine = [t[:, :, r * n : (r + 1) * n] for t, n in ((q, 3), (k, 5), (v, 5))]
-    out = symm_cp.all_gather_attention(*mine, group=group, method="ulysses")
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(out, whole[:, :, 3 * r : 3 * r + 3])
-
-
-def test_queries_of_another_length_without_a_layout(ranks: Ranks) -> None:
-    ranks.run(2, cross)
-
-
 # --- flex attention --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", some(of=[2, 4]))
+@pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
 def test_flex_masks(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, flex.plain, flex.masks, ULYSSES)
 
@@ -177,11 +74,6 @@ def test_flex_score_mods(ranks: Ranks, world_size: int) -> None:
 
 def by_head() -> Any:
     return itertools.islice((case for case in flex.masks() if case[0].startswith("by ")), 3)
-
-
-@exhaustive
-def test_flex_masks_that_differ_between_heads_and_samples(ranks: Ranks) -> None:
-    ranks.run(3, flex.plain, by_head, ULYSSES)
 
 
 # --- over a mesh of two dimensions -----------------------------------------------------------
@@ -237,7 +129,7 @@ def grouped(group: dist.ProcessGroup, seed: int) -> None:
     with mock.patch.object(ulysses, "_groups", return_value=3):
         for layout in layouts(W):
             case = replace(combined(layout, chosen), **chosen.choice(heads))
-            by_heads(group, [case], seed)
+            run(group, replace(case, options={"method": "ulysses"}), seed)
         for cases in (by_head(), itertools.islice(flex.scores(), 0, None, 3)):
             for _, case in cases:
                 balancer, shape = flex.HeadTail(case.visible.shape[2], W), (2, 4, 4, 8)
@@ -248,60 +140,6 @@ def grouped(group: dist.ProcessGroup, seed: int) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
 def test_one_group_of_heads_after_the_other(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, grouped, random.randrange(1 << 30))
-
-
-# --- dropout, bits ---------------------------------------------------------------------------
-
-
-def dropped(group: dist.ProcessGroup, layout: SequenceLayout, heads: tuple[int, int]) -> None:
-    """One-hot values show which weights both methods drop in forward and backward passes."""
-    (H, G), S, at = heads, layout.length, positions(layout, group.rank())
-    q, k = torch.zeros(2, H, len(at), 4), torch.zeros(2, G, len(at), 4)
-    v = torch.eye(S)[at].expand(2, G, -1, -1).clone().requires_grad_()
-    options: dict[str, Any] = {
-        "chunk_order": layout.chunk_order,
-        "chunk_lengths": layout.chunk_lengths,
-        "dropout_p": 0.4,
-        "dropout_seed": torch.tensor(11),
-        "enable_gqa": True,
-    }
-    found = []
-    for method in ("allgather", "ulysses"):
-        out = OP(q, k, v, group.group_name, method=method, **options)[0]
-        (grad,) = torch.autograd.grad(out, v, torch.eye(S)[at].expand_as(out))
-        found.append((out.detach() != 0, grad != 0))
-    if len(at):
-        assert 0.5 < found[0][0].float().mean() < 0.7
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_both_methods_drop_the_same_weights(ranks: Ranks, world_size: int) -> None:
-    for layout in layouts(world_size):
-        for heads in ((4, 4), (8, 2), (5, 5)):
-            ranks.run(world_size, dropped, layout, heads)
-
-
-def results(group: dist.ProcessGroup, inputs: list[torch.Tensor], **options: Any) -> Any:
-    out, lse = OP(*inputs, group.group_name, method="ulysses", **options)
-    return out, lse, *torch.autograd.grad([out, lse], inputs, [out.cos(), lse.sin()])
-
-
-def repeated(group: dist.ProcessGroup) -> None:
-    for dtype, kv_heads in itertools.product((torch.float32, torch.bfloat16), (1, 2, 8)):
-        shapes = [(2, heads, 37, 16) for heads in (8, kv_heads, kv_heads)]
-        inputs = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
-        first = results(group, inputs, enable_gqa=True, is_causal=True)
-        # Tensors of projections have the heads of a position next to each other.
-        rows = [t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
-        for others in (inputs, [t.requires_grad_() for t in rows]):
-            again = results(group, others, enable_gqa=True, is_causal=True)
-            assert all(map(torch.equal, again, first))
-
-
-def test_equal_inputs_give_equal_bits(ranks: Ranks) -> None:
-    ranks.run(4, repeated)
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -348,6 +186,3 @@ def refused_in_a_mesh(group: dist.ProcessGroup) -> None:
 @exhaustive
 def test_a_rank_of_a_mesh_tells_all_others(ranks: Ranks) -> None:
     ranks.run(4, refused_in_a_mesh)
-
-
-# --- modes -----------------------------------------------------------------------------------

@@ -1,26 +1,23 @@
-"""Parts of any sizes: results, gradients, fakes, compilation and errors of the ops with `sizes`."""
+"""Parts of any sizes: many columns, background collectives, fakes and errors; see test_random."""
 
 from __future__ import annotations
 
-import functools
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
-from symm_cp import tuning
 from symm_cp.tensors.shards import Split
-from symm_cp.testing import Ranks
-from tests import reference
+from tests.ops import calls
+from tests.ops.refusals import check_disagreements, check_refusals
 from tests.ops.test_fake import compare
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-DTYPES = [torch.float32, torch.bfloat16, torch.complex128]
 
 
 def splits(ranks: int, dim: int = 0) -> list[Split]:
@@ -41,72 +38,9 @@ def shape_with(shape: tuple[int, ...], dim: int, length: int) -> list[int]:
     return whole
 
 
-def gathers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    W, rank = group.size(), group.rank()
-    for shape, algorithm in itertools.product([(3, 4), (2, 3, 4)], (None, *tuning.ALGORITHMS)):
-        for dim in range(len(shape)):
-            for split in splits(W, dim):
-                whole = torch.randn(shape_with(shape, dim, split.length)).to(dtype)
-                shards = [split.of(r, whole) for r in range(W)]
-                weights = [torch.randn(whole.shape[-1], n).to(dtype) for n in (5, 2)]
-                _, expected = reference.all_gather_matmul(shards, weights, dim)
-                call = functools.partial(
-                    symm_cp.all_gather_matmul,
-                    shards[rank],
-                    weights,
-                    gather_dim=dim,
-                    group=group,
-                    sizes=split.sizes,
-                )
-                with tuning.forced(algorithm):
-                    gathered, outputs = call(return_gathered=True)
-                    assert torch.equal(gathered, whole)
-                    outputs += call()
-                for output, exact in zip(outputs, 2 * expected, strict=True):
-                    exact.check(output)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WORLD_SIZES
-def test_all_gather_matmul(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, gathers, dtype)
-
-
-def scatters(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    W, rank = group.size(), group.rank()
-    for shape, algorithm, op in itertools.product(
-        [(3, 4), (2, 3, 4)], (None, *tuning.ALGORITHMS), ("sum", "avg")
-    ):
-        for dim in range(len(shape)):
-            for split in splits(W, dim):
-                last = dim == len(shape) - 1
-                rows = shape if last else shape_with(shape, dim, split.length)
-                a = [torch.randn(*rows[:-1], 4).to(dtype) for _ in range(W)]
-                b = [torch.randn(4, split.length if last else 6).to(dtype) for _ in range(W)]
-                with tuning.forced(algorithm):
-                    output = symm_cp.matmul_reduce_scatter(
-                        a[rank],
-                        b[rank],
-                        scatter_dim=dim,
-                        reduce_op=op,
-                        group=group,
-                        sizes=split.sizes,
-                    )
-                wide = torch.complex128 if dtype.is_complex else torch.float64
-                exact = sum(x.to(wide) @ w.to(wide) for x, w in zip(a, b, strict=True))
-                exact = split.of(rank, exact / (W if op == "avg" else 1))
-                rtol = 2e-2 if dtype == torch.bfloat16 else 1e-4
-                torch.testing.assert_close(output.to(wide), exact, rtol=rtol, atol=10 * rtol)
-                assert output.is_contiguous()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@WORLD_SIZES
-def test_matmul_reduce_scatter(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    ranks.run(world_size, scatters, dtype)
-
-
-def many_columns(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_columns_that_do_not_divide(group: dist.ProcessGroup, world_size: int) -> None:
     """32,001 columns: gathered, and scattered again."""
     W, rank = group.size(), group.rank()
     split = Split.nearly_equal(32_001, W, 1)
@@ -121,23 +55,19 @@ def many_columns(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(back, split.of(rank, W * (x[:, :2] @ up.t())))
 
 
-@WORLD_SIZES
-def test_columns_that_do_not_divide(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, many_columns)
-
-
 def float8(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).clamp(-4, 4).to(FLOAT8)
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A view of symmetric memory of the same size on all ranks."""
-    memory = torch_symm_mem.empty(4096, dtype=like.dtype, device="cpu")
-    torch_symm_mem.rendezvous(memory, group)
+    memory = calls.symmetric(like.new_empty(4096), group)
     return memory[: like.numel()].view(like.shape).copy_(like)
 
 
-def collectives(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_low_contention_collectives(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.complex64):
         wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -167,11 +97,8 @@ def collectives(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_low_contention_collectives(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, collectives)
-
-
-def fakes(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_fakes(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     for dim in (-3, -2, -1):
         split = Split(tuple(range(1, W + 1)), dim % 3)
@@ -204,18 +131,23 @@ def fakes(group: dist.ProcessGroup) -> None:
     )
 
 
-@WORLD_SIZES
-def test_fakes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, fakes)
+def scaled_errors(group: dist.ProcessGroup, shard: torch.Tensor, weight: torch.Tensor) -> None:
+    """A scale of shape (1, 1) is per row on a rank with one row, and per tensor on the other."""
+    scale = torch.ones(1, 1)
+    with pytest.raises((ValueError, RuntimeError), match="needs one number of no dimensions"):
+        symm_cp.scaled_all_gather_matmul(
+            shard, weight, scale, scale, group=group, sizes=[2, 1], out_dtype=torch.float32
+        )
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_sizes_that_do_not_fit(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     x, w = torch.randn(2 - rank, 4), torch.randn(4, 4)
     whole, f8 = torch.randn(3, 4), float8(2 - rank, 16)
     one, w8 = torch.tensor(1.0), float8(16, 16).t()
 
-    def gather(sizes: list[int]) -> object:
+    def gather(sizes: list[int]) -> torch.Tensor:
         return symm_cp.all_gather_matmul(x, w, group=group, sizes=sizes)
 
     def scatter(sizes: list[int] | None) -> object:
@@ -247,30 +179,18 @@ def refuses(group: dist.ProcessGroup) -> None:
         (r"all_gather_kv: sizes=\[1\] has 1 entries",
          lambda: symm_cp.all_gather_kv(x, x, seq_dim=0, group=group, sizes=[1])),
     ]  # fmt: skip
-    for message, call in cases:
-        with pytest.raises(ValueError, match=message):
-            call()
-        torch.testing.assert_close(gather([2, 1]).shape, torch.Size([3, 4]))
-    # A mistake of one rank is reported to the others at once.
-    with pytest.raises((ValueError, RuntimeError), match="must not be negative"):
-        gather([2, 1] if rank else [2, -1])
-    with pytest.raises(RuntimeError, match="ranks disagree"):
-        scatter([2, 1] if rank else [1, 2])
+    wrong = [(ValueError, *case) for case in cases]
+    background = [case for case in wrong if "low_contention" in case[1]]  # of another channel
+    check_refusals(
+        group, lambda: gather([2, 1]), [case for case in wrong if case not in background]
+    )
+    gathers = partial(symm_cp.low_contention_all_gather, x, group=group, sizes=[2, 1])
+    check_refusals(group, lambda: gathers() + 0, background)  # waits
     sizes = [2, 1] if rank else [1, 2]
-    with pytest.raises(RuntimeError, match="ranks disagree"):
-        symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=sizes).sum()
+    differing = (
+        lambda: scatter(sizes),
+        lambda: symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=sizes).sum(),
+    )
+    check_disagreements(lambda: gather([2, 1]), differing)
     scaled_errors(group, f8, w8)
     gather([2, 1])
-
-
-def scaled_errors(group: dist.ProcessGroup, shard: torch.Tensor, weight: torch.Tensor) -> None:
-    """A scale of shape (1, 1) is per row on a rank with one row, and per tensor on the other."""
-    scale = torch.ones(1, 1)
-    with pytest.raises((ValueError, RuntimeError), match="needs one number of no dimensions"):
-        symm_cp.scaled_all_gather_matmul(
-            shard, weight, scale, scale, group=group, sizes=[2, 1], out_dtype=torch.float32
-        )
-
-
-def test_refuses_sizes_that_do_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

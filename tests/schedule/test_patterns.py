@@ -213,20 +213,6 @@ def test_pulls_are_handed_out_before_the_kernels_that_they_overlap() -> None:
             assert steps.index(Signal(0, f"pulled{turn}")) < consumed[turn]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
-    if place.workspace.form == "direct":
-        assert len(place.variant.schedule(0, 5).lanes) == 1
-        return
-    writers = dict.fromkeys(("ready", "ready in place", "taken", "done"), "copy")
-    writers |= {"partial": "signal", "reduced": "signal"}
-    for schedule in schedules(place, 5):
-        for lane, steps in schedule.lanes.items():
-            for step in steps:
-                if isinstance(step, Signal) and step.to != schedule.rank:
-                    assert lane == writers[step.flag]
-
-
 @pytest.mark.parametrize("place", STAGED, ids=str)
 def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
     """Copy engines may delay a signal, so the lane that signals holds no other lane up."""

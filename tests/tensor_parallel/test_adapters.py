@@ -151,8 +151,13 @@ def saves_and_loads(model: Any, dense: Any, folder: str) -> Any:
     return loaded
 
 
-def trains_with_parts_and_saves(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
+@pytest.mark.ranks
+def test_saves_with_sequence_parallelism(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int
+) -> None:
     """With sequence parallelism: adapters that were trained, saved, loaded, and trained on."""
+    folder = str(tmp_path)
     model, dense = two_models(group, lora={}, sequence_parallel=True, **UNEVEN)
     for _ in range(2):
         tokens = tokens_of(dense)
@@ -169,12 +174,23 @@ def trains_with_parts_and_saves(group: dist.ProcessGroup, folder: str) -> None:
         same_parameters(loaded, dense, lambda p: p.detach())
 
 
-@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
-def test_saves_with_sequence_parallelism(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, trains_with_parts_and_saves, str(tmp_path))
+def refuses_infinite(model: Any, rank: int) -> None:
+    """All ranks refuse to merge if one rank's part is not finite."""
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    before, local = whole(layer.base_layer.weight).clone(), layer.lora_B.default.weight.to_local()
+    kept = local[0, 0].clone()
+    if rank == 1:
+        local[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="would not be finite"):
+        layer.merge(safe_merge=True)
+    assert torch.equal(whole(layer.base_layer.weight), before)
+    assert not layer.merged
+    local[0, 0] = kept
 
 
-def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(3)
+def test_generates_merges_and_saves(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, dense = two_models(group, lora={"target_modules": [*EVERY, "lm_head"]}, **UNEVEN)
     tokens = tokens_of(dense, 5)
 
@@ -205,25 +221,8 @@ def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
     same_parameters(model, merged, lambda p: p.detach())
 
 
-def refuses_infinite(model: Any, rank: int) -> None:
-    """All ranks refuse to merge if one rank's part is not finite."""
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    before, local = whole(layer.base_layer.weight).clone(), layer.lora_B.default.weight.to_local()
-    kept = local[0, 0].clone()
-    if rank == 1:
-        local[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="would not be finite"):
-        layer.merge(safe_merge=True)
-    assert torch.equal(whole(layer.base_layer.weight), before)
-    assert not layer.merged
-    local[0, 0] = kept
-
-
-def test_generates_merges_and_saves(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(3, generates_and_merges, str(tmp_path))
-
-
-def model_around_and_inside(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_plan_is_of_the_wrapped_model(group: dist.ProcessGroup) -> None:
     dense = with_lora(model_of("llama"))
     tokens = tokens_of(dense)
     with torch.no_grad():
@@ -245,11 +244,8 @@ def model_around_and_inside(group: dist.ProcessGroup) -> None:
         model(tokens + group.rank())
 
 
-def test_plan_is_of_the_wrapped_model(ranks: Ranks) -> None:
-    ranks.run(2, model_around_and_inside)
-
-
-def refuses_before(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_unsupported_adapters_are_refused(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
 
     def refused(config: Any, match: str, **options: Any) -> None:
@@ -285,11 +281,8 @@ def refuses_before(group: dist.ProcessGroup) -> None:
         refused(lora(), message, plan=partly, sequence_parallel=sequence_parallel)
 
 
-def test_unsupported_adapters_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_before)
-
-
-def refuses_after(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_adapters_come_first(group: dist.ProcessGroup) -> None:
     model = apply(model_of("llama"), mesh_of(group))
     with pytest.raises(NotImplementedError, match=r"split over ranks .* add adapters first"):
         with_lora(model)
@@ -303,11 +296,8 @@ def refuses_after(group: dist.ProcessGroup) -> None:
         model.eval()(input_ids=tokens, adapter_names=["default", "__base__"])
 
 
-def test_adapters_come_first(ranks: Ranks) -> None:
-    ranks.run(2, refuses_after)
-
-
-def refuses_plan_without_effect(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_own_plan_without_effect_is_refused(group: dist.ProcessGroup) -> None:
     class Wrapper(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -315,7 +305,3 @@ def refuses_plan_without_effect(group: dist.ProcessGroup) -> None:
 
     with pytest.raises(ValueError, match="Wrapper's own plan names none of its modules"):
         apply(Wrapper(model_of("llama")), mesh_of(group))
-
-
-def test_own_plan_without_effect_is_refused(ranks: Ranks) -> None:
-    ranks.run(1, refuses_plan_without_effect)

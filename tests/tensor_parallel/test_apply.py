@@ -103,8 +103,25 @@ SHARED = [
 SHARED_FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mistral")
 
 
-def shares_key_heads(
-    group: dist.ProcessGroup, family: str, sequence_parallel: bool, queries: int, keys: int
+@pytest.mark.parametrize(
+    ("family", "world_size", "sequence_parallel", "queries", "keys"),
+    some(
+        *SHARED[1:3],
+        of=[
+            *SHARED,
+            *((family, 4, False, 6, 2) for family in SHARED_FAMILIES),
+            *((family, 3, True, 6, 2) for family in SHARED_FAMILIES),
+        ],
+    ),
+)
+@pytest.mark.ranks
+def test_ranks_share_key_heads(
+    group: dist.ProcessGroup,
+    world_size: int,
+    family: str,
+    sequence_parallel: bool,
+    queries: int,
+    keys: int,
 ) -> None:
     changes = {
         "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 8 * queries,
@@ -122,24 +139,9 @@ def shares_key_heads(
         assert torch.equal(model.generate(tokens, **options), dense.generate(tokens, **options))
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size", "sequence_parallel", "queries", "keys"),
-    some(
-        *SHARED[1:3],
-        of=[
-            *SHARED,
-            *((family, 4, False, 6, 2) for family in SHARED_FAMILIES),
-            *((family, 3, True, 6, 2) for family in SHARED_FAMILIES),
-        ],
-    ),
-)
-def test_ranks_share_key_heads(
-    ranks: Ranks, family: str, world_size: int, sequence_parallel: bool, queries: int, keys: int
-) -> None:
-    ranks.run(world_size, shares_key_heads, family, sequence_parallel, queries, keys)
-
-
-def shares_key_heads_compiled(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_ranks_share_key_heads_compiled(group: dist.ProcessGroup) -> None:
     dense = model_of("llama", num_key_value_heads=1, num_hidden_layers=1)
     model = apply(copy.deepcopy(dense), mesh_of(group))
     compiled = torch.compile(model, backend="aot_eager")
@@ -149,15 +151,15 @@ def shares_key_heads_compiled(group: dist.ProcessGroup) -> None:
     same_gradients(model, dense, 1e-6, 1e-7)
 
 
-@exhaustive
-def test_ranks_share_key_heads_compiled(ranks: Ranks) -> None:
-    ranks.run(2, shares_key_heads_compiled)
-
-
 # --- other common uses of models -------------------------------------------------------------
 
 
-def generates(group: dist.ProcessGroup, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(("llama", 2), of=in_turns(FAMILIES, (2, 4))),
+)
+@pytest.mark.ranks
+def test_generates(group: dist.ProcessGroup, world_size: int, family: str) -> None:
     dense = model_of(family)
     model = apply(copy.deepcopy(dense), mesh_of(group))
     tokens = tokens_of(dense, 7)
@@ -165,15 +167,8 @@ def generates(group: dist.ProcessGroup, family: str) -> None:
     assert torch.equal(model.generate(tokens, **options), dense.generate(tokens, **options))
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size"),
-    some(("llama", 2), of=in_turns(FAMILIES, (2, 4))),
-)
-def test_generates(ranks: Ranks, family: str, world_size: int) -> None:
-    ranks.run(world_size, generates, family)
-
-
-def generates_in_continuous_batches(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_generates_in_continuous_batches(group: dist.ProcessGroup) -> None:
     dense = model_of("llama", attn_implementation="sdpa")
     prompts = [tokens_of(dense, length)[0].tolist() for length in (3, 9, 5)]
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -188,11 +183,14 @@ def generates_in_continuous_batches(group: dist.ProcessGroup) -> None:
         assert [*prompt, *result.generated_tokens] == expected[0].tolist()
 
 
-def test_generates_in_continuous_batches(ranks: Ranks) -> None:
-    ranks.run(2, generates_in_continuous_batches)
-
-
-def trains(group: dist.ProcessGroup, sequence_parallel: bool, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel", "recompute"),
+    some((2, True, True), of=pairs((2, 4), (True, False), (True, False))),
+)
+@pytest.mark.ranks
+def test_trains(
+    group: dist.ProcessGroup, world_size: int, sequence_parallel: bool, recompute: bool
+) -> None:
     """Three training steps of a copy equal one process, with clipping and maybe recomputation."""
     dense = model_of("qwen3")
     applied = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
@@ -216,15 +214,10 @@ def trains(group: dist.ProcessGroup, sequence_parallel: bool, recompute: bool) -
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sequence_parallel", "recompute"),
-    some((2, True, True), of=pairs((2, 4), (True, False), (True, False))),
-)
-def test_trains(ranks: Ranks, world_size: int, sequence_parallel: bool, recompute: bool) -> None:
-    ranks.run(world_size, trains, sequence_parallel, recompute)
-
-
-def computes_in_autocast(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+@exhaustive
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+def test_autocast(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
     dense = model_of("qwen3").float()
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
     tokens = tokens_of(dense)
@@ -239,13 +232,13 @@ def computes_in_autocast(group: dist.ProcessGroup, sequence_parallel: bool) -> N
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@exhaustive
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_autocast(ranks: Ranks, sequence_parallel: bool) -> None:
-    ranks.run(2, computes_in_autocast, sequence_parallel)
-
-
-def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"),
+    [(1, False), (2, True), (3, False), (3, True)],
+)
+@pytest.mark.exhaustive
+@pytest.mark.ranks
+def test_compiled(group: dist.ProcessGroup, world_size: int, sequence_parallel: bool) -> None:
     dense = model_of("qwen3", num_hidden_layers=1)  # the first and the last block
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
     # transformers' masks break graphs, so only the block is compiled.
@@ -255,15 +248,6 @@ def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None
         m(tokens, labels=tokens, use_cache=False).loss.backward()
     same_gradients(model, dense, rtol=1e-6, atol=1e-7)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "sequence_parallel"),
-    [(1, False), (2, True), (3, False), (3, True)],
-)
-@pytest.mark.exhaustive
-def test_compiled(ranks: Ranks, world_size: int, sequence_parallel: bool) -> None:
-    ranks.run(world_size, compiled_as_eager, sequence_parallel)
 
 
 # --- communication ---------------------------------------------------------------------------
@@ -316,7 +300,8 @@ class Tiny(nn.Module):
         return self.up(self.table(ids)) * 2
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_errors(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     replaced = Tiny()
     replaced.up.forward = replaced.up.forward
@@ -413,11 +398,8 @@ def refuses(group: dist.ProcessGroup) -> None:
         table(torch.tensor([[1, 6]]))
 
 
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def made_before(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_was_made_before_is_refused(group: dist.ProcessGroup) -> None:
     """An optimizer made before `apply` raises: the model no longer has its parameters."""
     model = model_of("llama")
     early = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -431,7 +413,3 @@ def made_before(group: dist.ProcessGroup) -> None:
         early.step()
     other.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def test_an_optimizer_that_was_made_before_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, made_before)

@@ -55,7 +55,19 @@ class Reads:
         return noting
 
 
-def loads_from_transformers(group: dist.ProcessGroup, family: str, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(
+        ("llama", 2),
+        ("mixtral", 2),
+        of=[*in_turns(models.FAMILIES, (2, 4)), ("mixtral", 2), ("llama", 1), ("mixtral", 1)],
+    ),
+)
+@pytest.mark.ranks
+def test_loads_what_transformers_saved(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int, family: str
+) -> None:
+    folder = str(tmp_path)
     dense = models.model_of(family)
     if group.rank() == 0:
         dense.save_pretrained(folder, max_shard_size="40KB")  # several files
@@ -70,21 +82,9 @@ def loads_from_transformers(group: dist.ProcessGroup, family: str, folder: str) 
     same_logits(model, dense)
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size"),
-    some(
-        ("llama", 2),
-        ("mixtral", 2),
-        of=[*in_turns(models.FAMILIES, (2, 4)), ("mixtral", 2), ("llama", 1), ("mixtral", 1)],
-    ),
-)
-def test_loads_what_transformers_saved(
-    ranks: Ranks, family: str, world_size: int, tmp_path: Path
-) -> None:
-    ranks.run(world_size, loads_from_transformers, family, str(tmp_path))
-
-
-def initialises(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(1, 2, of=(1, 2, 3)))
+@pytest.mark.ranks
+def test_initialises(group: dist.ProcessGroup, world_size: int) -> None:
     """`init_weights` gives one rank the values of one process; several ranks refuse it."""
     model = apply(on_meta("llama"), mesh_of(group)).to_empty(device="cpu")
     assert model.model.embed_tokens.padding_idx == 0  # as in one process, on all ranks
@@ -99,12 +99,11 @@ def initialises(group: dist.ProcessGroup) -> None:
     same_logits(model, dense)
 
 
-@pytest.mark.parametrize("world_size", some(1, 2, of=(1, 2, 3)))
-def test_initialises(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, initialises)
-
-
-def loads_into_a_real_model(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_loads_into_a_real_model_from_a_base_model(
+    group: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     dense = models.model_of("tied llama")
     if group.rank() == 0:
         dense.model.save_pretrained(folder)  # the base model: names have no prefix
@@ -117,11 +116,15 @@ def loads_into_a_real_model(group: dist.ProcessGroup, folder: str) -> None:
     same_logits(model, dense)
 
 
-def test_loads_into_a_real_model_from_a_base_model(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, loads_into_a_real_model, str(tmp_path))
-
-
-def saves_for_transformers(group: dist.ProcessGroup, family: str, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(("mixtral", 2), of=in_turns(models.FAMILIES, (4, 2))),
+)
+@pytest.mark.ranks
+def test_transformers_loads_what_was_saved(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int, family: str
+) -> None:
+    folder = str(tmp_path)
     from transformers import AutoModelForCausalLM
 
     dense = models.model_of(family)
@@ -140,16 +143,14 @@ def saves_for_transformers(group: dist.ProcessGroup, family: str, folder: str) -
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
-    some(("mixtral", 2), of=in_turns(models.FAMILIES, (4, 2))),
+    some(("mixtral", 2), ("tied llama", 2), of=[(family, 2) for family in models.FAMILIES]),
 )
-def test_transformers_loads_what_was_saved(
-    ranks: Ranks, family: str, world_size: int, tmp_path: Path
+@pytest.mark.ranks
+def test_save_pretrained(
+    group: dist.ProcessGroup, tmp_path: Path, world_size: int, family: str
 ) -> None:
-    ranks.run(world_size, saves_for_transformers, family, str(tmp_path))
-
-
-def save_pretrained_saves_all(group: dist.ProcessGroup, family: str, folder: str) -> None:
     """Saves all of a model that was split over a group, or its name, instead of a mesh."""
+    folder = str(tmp_path)
     from transformers import AutoModelForCausalLM
 
     dense = models.model_of(family)
@@ -170,15 +171,8 @@ def save_pretrained_saves_all(group: dist.ProcessGroup, family: str, folder: str
         apply(on_meta(family), group).save_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size"),
-    some(("mixtral", 2), ("tied llama", 2), of=[(family, 2) for family in models.FAMILIES]),
-)
-def test_save_pretrained(ranks: Ranks, family: str, world_size: int, tmp_path: Path) -> None:
-    ranks.run(world_size, save_pretrained_saves_all, family, str(tmp_path))
-
-
-def left_alone(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_pickle_and_new_sizes_are_refused(group: dist.ProcessGroup) -> None:
     """Calls that would need the whole model raise and name alternatives; copies work."""
     model: Any = apply(models.model_of("llama"), mesh_of(group))
     with pytest.raises(TypeError, match=r"torch\.save\(model\).*tensor_parallel\.save\(model, fol"):
@@ -187,10 +181,6 @@ def left_alone(group: dist.ProcessGroup) -> None:
         model.resize_token_embeddings(90)
     assert model.resize_token_embeddings() is model.get_input_embeddings()
     same_logits(copy.deepcopy(model), copy.copy(model))
-
-
-def test_pickle_and_new_sizes_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, left_alone)
 
 
 def saves_on_one_rank(group: dist.ProcessGroup, folder: str) -> None:
@@ -232,7 +222,9 @@ def test_no_rank_holds_a_whole_tensor(ranks: Ranks, tmp_path: Path) -> None:
             assert whole_bytes / 4 <= outcome.result < 0.75 * whole_bytes, outcome
 
 
-def refuses(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_errors(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from safetensors.torch import save_file
 
     mesh, path = mesh_of(group), Path(folder) / str(group.rank())
@@ -253,10 +245,6 @@ def refuses(group: dist.ProcessGroup, folder: str) -> None:
         model = nn.ModuleDict({"a": nn.Linear(4, 8)})
     with pytest.raises(ValueError, match=r"\['a.weight', 'a.bias'\] are on the meta device"):
         save(apply(model, mesh, {"a": "colwise"}), folder)
-
-
-def test_errors(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, refuses, str(tmp_path))
 
 
 # --- torch.distributed.checkpoint ------------------------------------------------------------

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from symm_cp.tensor_parallel import FusedColwiseGroup
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.tensor_parallel.common import (
     Block,
@@ -51,7 +50,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("sequence_norm", "backend"),
+    some(
+        (False, "counted"),
+        of=[(False, "counted"), (True, "counted"), (True, "inductor")],
+    ),
+)
+@pytest.mark.ranks(2)
+def test_trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
     plan = fused_plan()
     if sequence_norm:
         plan["norm"] = SequenceParallel()
@@ -71,17 +78,6 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
     if backend == "counted":
         assert counted.count == 1
-
-
-@pytest.mark.parametrize(
-    ("sequence_norm", "backend"),
-    some(
-        (False, "counted"),
-        of=[(False, "counted"), (True, "counted"), (True, "inductor")],
-    ),
-)
-def test_trains(ranks: Ranks, sequence_norm: bool, backend: str) -> None:
-    ranks.run(2, trains, sequence_norm, backend)
 
 
 class Communicating:
@@ -107,7 +103,16 @@ def replicate(module: nn.Module, inputs: Any, output: DTensor) -> DTensor:
     return output.redistribute(placements=[Replicate()])
 
 
-def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("around", "backend"),
+    some(
+        ("", "counted"),
+        of=[(a, "counted") for a in ("", "norm", "colwise", "rowwise")] + [("", "inductor")],
+    ),
+)
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> None:
     """`around`: the part that torch parallelizes, next to our linears."""
     torch._dynamo.reset()  # shapes of earlier tests would make dimensions dynamic
     plan = fused_plan(None)
@@ -147,18 +152,6 @@ def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> No
         assert counted.ops == [f"symm_mem.{name}.default" for name in ours]
 
 
-@pytest.mark.parametrize(
-    ("around", "backend"),
-    some(
-        ("", "counted"),
-        of=[(a, "counted") for a in ("", "norm", "colwise", "rowwise")] + [("", "inductor")],
-    ),
-)
-@pytest.mark.exhaustive
-def test_trains_replicated(ranks: Ranks, around: str, backend: str) -> None:
-    ranks.run(2, trains_replicated, around, backend)
-
-
 class Changing(nn.Module):
     """Modifies the input, or a weight, between two linears that could share its gather."""
 
@@ -180,7 +173,9 @@ class Changing(nn.Module):
         return first + self.b(x)
 
 
-def changes(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_modified_between(group: dist.ProcessGroup) -> None:
     x = torch.randn(2, 3, 4) + group.rank()
     for change in ("input", "copy", "weight"):
         eager = Changing(change)
@@ -193,8 +188,3 @@ def changes(group: dist.ProcessGroup) -> None:
         else:
             with pytest.raises(Exception, match="modified in place between two of them"):
                 compiled(x)
-
-
-@pytest.mark.exhaustive
-def test_modified_between(ranks: Ranks) -> None:
-    ranks.run(2, changes)

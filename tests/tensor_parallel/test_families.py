@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from symm_cp.tensor_parallel import apply
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.integrations.common import WideTensors, assert_near
 from tests.integrations.decoders import CLIENTS as DECODERS
@@ -53,7 +52,26 @@ WHOLE_ONLY = {
 RANDOM = ("seed-oss", "phimoe")
 
 
-def as_in_one_process(group: dist.ProcessGroup, family: str, sequence_parallel: bool) -> None:
+#: A parameter used outside of its module, in a method other than `forward`; activations with
+#: parameters between split linears; linears that the plan splits in one of two mixers.
+PLAIN = [
+    ("nemotron-h-dense", 3, False),
+    ("gemma3n", 2, False),
+    ("gemma3n", 2, True),
+    ("apertus", 3, True),
+    ("qwen3.5", 2, True),
+    ("doge", 2, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "sequence_parallel"),
+    some(*PLAIN, of=dict.fromkeys((*PLAIN, *product(CLIENTS, (2,), (False, True))))),
+)
+@pytest.mark.ranks
+def test_own_plan(
+    group: dist.ProcessGroup, world_size: int, family: str, sequence_parallel: bool
+) -> None:
     client = CLIENTS[family]
     dense = client.make("eager").train(family not in RANDOM)
     model = copy.deepcopy(dense)
@@ -84,35 +102,14 @@ def as_in_one_process(group: dist.ProcessGroup, family: str, sequence_parallel: 
             assert_near(name, grad, expected, 100 * tolerance, 1e-3 * largest)
 
 
-#: A parameter used outside of its module, in a method other than `forward`; activations with
-#: parameters between split linears; linears that the plan splits in one of two mixers.
-PLAIN = [
-    ("nemotron-h-dense", 3, False),
-    ("gemma3n", 2, False),
-    ("gemma3n", 2, True),
-    ("apertus", 3, True),
-    ("qwen3.5", 2, True),
-    ("doge", 2, False),
-]
+@pytest.mark.ranks(3)
+def test_ranks_refuse_together(group: dist.ProcessGroup) -> None:
+    """Heads are uneven: the forward would fail on one of three ranks.
 
-
-@pytest.mark.parametrize(
-    ("family", "world_size", "sequence_parallel"),
-    some(*PLAIN, of=dict.fromkeys((*PLAIN, *product(CLIENTS, (2,), (False, True))))),
-)
-def test_own_plan(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
-    ranks.run(world_size, as_in_one_process, family, sequence_parallel)
-
-
-def refused_by_one(group: dist.ProcessGroup) -> None:
-    """Layers without keys of their own (`num_kv_shared_layers`) divide query heads differently."""
+    Layers without keys of their own (`num_kv_shared_layers`) divide query heads differently.
+    """
     with pytest.raises(NotImplementedError, match=r"the input of shape .* has 16 features on this"):
         apply(CLIENTS["gemma3n"].make("eager"), mesh_of(group))
-
-
-def test_ranks_refuse_together(ranks: Ranks) -> None:
-    """Heads are uneven: the forward would fail on one of three ranks."""
-    ranks.run(3, refused_by_one)
 
 
 class Scaled(nn.Module):
@@ -134,7 +131,9 @@ class Scaled(nn.Module):
         return self.out(hidden * self.scale(x) if self.by_linear else self.scale(hidden))
 
 
-def gradients_between_split_linears(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=(2, 3)))
+@pytest.mark.ranks
+def test_gradients_between_split_linears(group: dist.ProcessGroup, world_size: int) -> None:
     plan, mesh = {"up": "colwise", "out": "rowwise"}, mesh_of(group)
     dense = Scaled(by_linear=False).double()
     model = apply(copy.deepcopy(dense), mesh, plan)
@@ -145,8 +144,3 @@ def gradients_between_split_linears(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(whole(mine.grad), whole(other.grad), rtol=1e-10, atol=1e-10)
     with pytest.raises(NotImplementedError, match=r"Scaled raises .* each rank a part of its grad"):
         apply(Scaled(by_linear=True), mesh, plan)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=(2, 3)))
-def test_gradients_between_split_linears(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, gradients_between_split_linears)

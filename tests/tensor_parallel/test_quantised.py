@@ -122,7 +122,8 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def generates(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_bfloat16(group: dist.ProcessGroup) -> None:
     """In bfloat16, whose few rows torch's kernel multiplies; compiled and eager."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     dense = quantised_model("int8", torch.bfloat16, **sizes).eval()
@@ -144,11 +145,8 @@ def generates(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(generated, other) for other in gathered)
 
 
-def test_bfloat16(ranks: Ranks) -> None:
-    ranks.run(2, generates)
-
-
-def styles(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_styles(group: dist.ProcessGroup) -> None:
     dense = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
     quantize_(dense, CONFIGS["int8"])
     plan = {
@@ -167,11 +165,9 @@ def styles(group: dist.ProcessGroup) -> None:
         assert off(model(x), dense(x)) < ROUNDED
 
 
-def test_styles(ranks: Ranks) -> None:
-    ranks.run(2, styles)
-
-
-def refusals(group: dist.ProcessGroup, folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_refusals(group: dist.ProcessGroup, tmp_path: Any) -> None:
+    folder = str(tmp_path)
     mesh, model = mesh_of(group), quantised_model("int8", torch.float32)
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(NotImplementedError, match=r"q_proj.*quantised.*sequence_parallel=False"):
@@ -195,7 +191,3 @@ def refusals(group: dist.ProcessGroup, folder: str) -> None:
     with pytest.raises(NotImplementedError, match=r"save_pretrained: .* is quantised"):
         model.save_pretrained(folder)
     model(tokens_of(model))
-
-
-def test_refusals(ranks: Ranks, tmp_path: Any) -> None:
-    ranks.run(2, refusals, str(tmp_path))

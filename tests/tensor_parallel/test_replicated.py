@@ -122,7 +122,8 @@ def test_gradients(ranks: Ranks, world_size: int, check: Callable[..., None]) ->
     ranks.run(world_size, check)
 
 
-def functions_to_second_order(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_gradcheck(group: dist.ProcessGroup) -> None:
     """Runs gradgradcheck on one rank; with several, perturbed inputs would differ by rank."""
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
@@ -138,10 +139,6 @@ def functions_to_second_order(group: dist.ProcessGroup) -> None:
     for function in (columns, products):
         assert torch.autograd.gradcheck(function, (x, w, b))
         assert torch.autograd.gradgradcheck(function, (x, w, b))
-
-
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks.run(1, functions_to_second_order)
 
 
 # --- with the rest of torch ------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import nn
 
 import symm_cp
 from symm_cp.tensor_parallel import apply
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.tensor_parallel.common import mesh_of
 from tests.tensor_parallel.models import VOCABULARY, model_of, tokens_of
@@ -22,7 +21,14 @@ from tests.tensor_parallel.models import VOCABULARY, model_of, tokens_of
 SAME = "must get the same inputs"
 
 
-def other_prompts(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"),
+    some((2, False), (3, True), of=[(2, False), (3, True), (4, False)]),
+)
+@pytest.mark.ranks
+def test_other_prompts_are_refused_on_all_ranks(
+    group: dist.ProcessGroup, world_size: int, sequence_parallel: bool
+) -> None:
     other = group.rank() == group.size() - 1
     dense = model_of("llama")
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
@@ -71,17 +77,8 @@ def other_prompts(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         model(changed if other else ids, use_cache=False)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sequence_parallel"),
-    some((2, False), (3, True), of=[(2, False), (3, True), (4, False)]),
-)
-def test_other_prompts_are_refused_on_all_ranks(
-    ranks: Ranks, world_size: int, sequence_parallel: bool
-) -> None:
-    ranks.run(world_size, other_prompts, sequence_parallel)
-
-
-def samples(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_other_samples_are_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
     """Ranks with different seeds draw different tokens, which raises an error."""
     dense = model_of("llama")
     model: Any = apply(copy.deepcopy(dense), mesh_of(group))
@@ -97,11 +94,9 @@ def samples(group: dist.ProcessGroup) -> None:
         assert torch.equal(model.generate(ids, **how), made)
 
 
-def test_other_samples_are_refused_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(2, samples)
-
-
-def alone(group: dist.ProcessGroup, generates: bool, first: bool) -> None:
+@pytest.mark.parametrize(("generates", "first"), [(True, True), (True, False), (False, False)])
+@pytest.mark.ranks(2)
+def test_a_call_on_one_rank_only(group: dist.ProcessGroup, generates: bool, first: bool) -> None:
     """A call of one rank, while the other makes another call."""
     dense = model_of("llama")
     model: Any = apply(copy.deepcopy(dense), mesh_of(group))
@@ -119,11 +114,6 @@ def alone(group: dist.ProcessGroup, generates: bool, first: bool) -> None:
     model(ids)
 
 
-@pytest.mark.parametrize(("generates", "first"), [(True, True), (True, False), (False, False)])
-def test_a_call_on_one_rank_only(ranks: Ranks, generates: bool, first: bool) -> None:
-    ranks.run(2, alone, generates, first)
-
-
 class Adapter(nn.Module):
     def __init__(self, base: nn.Module, size: int) -> None:
         super().__init__()
@@ -133,7 +123,8 @@ class Adapter(nn.Module):
         return x + self.up(self.base(x))
 
 
-def adapters(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_modules_that_are_added_later(group: dist.ProcessGroup) -> None:
     """Modules that are added after `apply` must have the same weights on all ranks."""
     dense = model_of("llama")
     ids = tokens_of(dense)
@@ -160,10 +151,6 @@ def adapters(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(other(ids).logits, expected)
 
 
-def test_modules_that_are_added_later(ranks: Ranks) -> None:
-    ranks.run(2, adapters)
-
-
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +161,10 @@ class Head(nn.Module):
         return self.down(self.up(self.embed(ids)).relu())
 
 
-def compiled(group: dist.ProcessGroup, backend: str) -> None:
+@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_graphs_compare_inputs(group: dist.ProcessGroup, backend: str) -> None:
     """The comparison is in the graph, and runs whenever the graph does."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -190,9 +180,3 @@ def compiled(group: dist.ProcessGroup, backend: str) -> None:
     with pytest.raises(RuntimeError, match=SAME):
         copied(ids + group.rank())
     assert pickle.loads(pickle.dumps(next(iter(model._forward_pre_hooks.values()))))
-
-
-@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
-@pytest.mark.exhaustive
-def test_graphs_compare_inputs(ranks: Ranks, backend: str) -> None:
-    ranks.run(2, compiled, backend)

@@ -137,7 +137,9 @@ CASES: dict[str, tuple[Any, Any, int, str | None, tuple[str, ...], list[tuple[in
 }
 
 
-def as_expected(group: dist.ProcessGroup, case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.ranks(2)
+def test_calls_of_a_group(group: dist.ProcessGroup, case: str) -> None:
     how, mode, gathers, warning, names, inputs = CASES[case]
     shared = Shared(group)
     for _ in range(2 if warning is None else 1):  # it warns once
@@ -148,11 +150,6 @@ def as_expected(group: dist.ProcessGroup, case: str) -> None:
             assert outputs[1].requires_grad == torch.is_grad_enabled()
             for name, output, (factor, summand) in zip(names, outputs, inputs, strict=True):
                 shared.check(name, output, factor * x + summand)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_calls_of_a_group(ranks: Ranks, case: str) -> None:
-    ranks.run(2, as_expected, case)
 
 
 def changed_weight(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:

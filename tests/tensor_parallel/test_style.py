@@ -199,7 +199,8 @@ def test_a_block_trains_as_the_dense_one(ranks: Ranks, world_size: int) -> None:
         ranks.run(world_size, block_trains, dim)
 
 
-def placed_as_torch_does(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_parameters_are_placed_as_torch_does(group: dist.ProcessGroup) -> None:
     dense, block = fused_block(group)
     torchs = parallelize_module(
         copy.deepcopy(dense),
@@ -218,11 +219,8 @@ def placed_as_torch_does(group: dist.ProcessGroup) -> None:
     torchs.load_state_dict(block.state_dict())
 
 
-def test_parameters_are_placed_as_torch_does(ranks: Ranks) -> None:
-    ranks.run(3, placed_as_torch_does)
-
-
-def only_fused_ops(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_only_fused_ops_communicate(group: dist.ProcessGroup) -> None:
     x = torch.randn(B, S, K, dtype=torch.float64)
     inside: dict[int | None, tuple[list[str], int]] = {
         # In backward: the bias of w2; w2; then w1 and w3: input gradient, weight gradients.
@@ -241,10 +239,6 @@ def only_fused_ops(group: dist.ProcessGroup) -> None:
             y.sum().backward()
         assert all(name.startswith("symm_mem::") for name in backward.communicating())
         assert len(backward.communicating()) == count, backward.communicating()
-
-
-def test_only_fused_ops_communicate(ranks: Ranks) -> None:
-    ranks.run(2, only_fused_ops)
 
 
 # --- with the rest of torch ------------------------------------------------------------------
@@ -266,14 +260,17 @@ def copies_and_checkpoints(group: dist.ProcessGroup) -> None:
 
 
 def autocasts_and_checkpoints(group: dist.ProcessGroup) -> None:
-    for dim in (1, None):
+    for dim, backend in ((1, ""), (None, ""), (1, "aot_eager")):
         dense = Block()
         block = parallelize_module(copy.deepcopy(dense), mesh_of(group), fused_plan(dim))
         x = torch.randn(B, S, K)
         x_own = leaf(own(x, group, dim))
+        run = partial(checkpoint, block, use_reentrant=False)
+        if backend:
+            run = torch.compile(block, backend=backend, fullgraph=True)
         with torch.autocast("cpu", torch.bfloat16):
             expected = dense(x)
-            out = checkpoint(block, x_own, use_reentrant=False)
+            out = run(x_own)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out, own(expected, group, dim), rtol=0.05, atol=0.05)
         for each in (expected, out):
@@ -352,7 +349,8 @@ class OwnForward(nn.Linear):
         return 2 * super().forward(input)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_errors(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
 
     def apply(module: nn.Module, style: Any) -> Callable[[], object]:
@@ -402,11 +400,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     assert not any(isinstance(p, DTensor) for p in mixed.parameters())
 
 
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(3, refuses)
-
-
-def one_rank_refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ranks
+def test_errors_on_one_rank_reach_the_others(group: dist.ProcessGroup, world_size: int) -> None:
     """The peers of a rank that raises before the op do not wait for their time-out."""
     all_ranks = dist.new_group(list(range(group.size())))
     mesh, bad, W = mesh_of(all_ranks), all_ranks.rank() == 0, all_ranks.size()
@@ -443,18 +439,10 @@ def one_rank_refuses(group: dist.ProcessGroup) -> None:
         assert both(x).shape == (2, 3, K)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_errors_on_one_rank_reach_the_others(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, one_rank_refuses)
-
-
-def refuses_a_mesh_of_two_dimensions(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_mesh(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="must have one dimension, this one has 2"):
         parallelize_module(nn.Linear(4, 4), mesh, FusedColwiseParallel())
     linear = parallelize_module(nn.Linear(4, 4), mesh["tp"], FusedColwiseParallel())
     assert linear(torch.ones(1, 3, 4)).shape == (1, 6, 2)
-
-
-def test_mesh(ranks: Ranks) -> None:
-    ranks.run(4, refuses_a_mesh_of_two_dimensions)

@@ -122,7 +122,10 @@ def test_auto_plan(
     ranks.run(world_size, runs_as_in_one_process, family, str(tmp_path), backend, fused, changes)
 
 
-def compiled(group: dist.ProcessGroup, folder: str) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_compiled(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from transformers import AutoModelForCausalLM
 
     with world(group, "symm_cp") as inner, own_meshes():
@@ -137,11 +140,6 @@ def compiled(group: dist.ProcessGroup, folder: str) -> None:
             m(tokens, labels=tokens, use_cache=False).loss.backward()
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), whole(other.grad), rtol=1e-5, atol=1e-6)
-
-
-@exhaustive
-def test_compiled(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, compiled, str(tmp_path))
 
 
 PROGRAM = """

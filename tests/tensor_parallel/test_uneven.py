@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.tensor_parallel import FusedColwiseGroup, FusedColwiseParallel, FusedRowwiseParallel
 from symm_cp.tensor_parallel.features import Features, chunks
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.tensor_parallel.common import leaf, local, mesh_of, own, same, same_grads, whole
 
@@ -59,10 +58,35 @@ def plan(queries: int, layout: str) -> dict[str, Any]:
     }
 
 
-def trains(
-    group: dist.ProcessGroup, keys: int, queries: int, hidden: int, layout: str, compiled: bool
+CASES = [
+    (3, 5, 2, 7, "sequence", False),
+    (3, 5, 2, 7, "replicated", False),
+    (4, 7, 1, 5, "sequence", False),  # the last rank has no hidden features
+    (4, 7, 1, 5, "replicated", False),
+    (3, 3, 1, 2, "replicated", False),
+    (2, 3, 2, 5, "sequence", False),
+    (2, 3, 2, 5, "replicated", False),
+    (1, 3, 2, 5, "sequence", False),
+    (3, 5, 2, 7, "sequence", True),
+    (3, 5, 2, 7, "replicated", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys", "queries", "hidden", "layout", "compiled"),
+    some(*CASES[:4], of=CASES),
+)
+@pytest.mark.ranks
+def test_trains(
+    group: dist.ProcessGroup,
+    world_size: int,
+    keys: int,
+    queries: int,
+    hidden: int,
+    layout: str,
+    compiled: bool,
 ) -> None:
-    width, sequence, world_size = 6, 2 * group.size(), group.size()
+    width, sequence = 6, 2 * world_size
     dim = 1 if layout == "sequence" else None
     dense = nn.Sequential(Attention(width, keys, queries), FeedForward(width, hidden)).double()
     model = parallelize_module(copy.deepcopy(dense), mesh_of(group), plan(queries, layout))
@@ -88,36 +112,6 @@ def trains(
     parts = dense[1].w1.weight.chunk(world_size)
     rows = len(parts[group.rank()]) if group.rank() < len(parts) else 0
     assert local(model[1].w1.weight).shape == (rows, width)
-
-
-CASES = [
-    (3, 5, 2, 7, "sequence", False),
-    (3, 5, 2, 7, "replicated", False),
-    (4, 7, 1, 5, "sequence", False),  # the last rank has no hidden features
-    (4, 7, 1, 5, "replicated", False),
-    (3, 3, 1, 2, "replicated", False),
-    (2, 3, 2, 5, "sequence", False),
-    (2, 3, 2, 5, "replicated", False),
-    (1, 3, 2, 5, "sequence", False),
-    (3, 5, 2, 7, "sequence", True),
-    (3, 5, 2, 7, "replicated", True),
-]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "keys", "queries", "hidden", "layout", "compiled"),
-    some(*CASES[:4], of=CASES),
-)
-def test_trains(
-    ranks: Ranks,
-    world_size: int,
-    keys: int,
-    queries: int,
-    hidden: int,
-    layout: str,
-    compiled: bool,
-) -> None:
-    ranks.run(world_size, trains, keys, queries, hidden, layout, compiled)
 
 
 def test_features() -> None:
@@ -162,7 +156,8 @@ def test_features_that_ranks_share() -> None:
     assert Features.divided(32, 1, 2, 8, 4) == Features.divided(32, 1, 2, 8)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_errors(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     heads = nn.ModuleDict({"wq": nn.Linear(8, 10 * D), "wk": nn.Linear(8, 5 * D)})
     cases: list[tuple[type[Exception], str, nn.Module, Any]] = [
@@ -203,7 +198,3 @@ def refuses(group: dist.ProcessGroup) -> None:
         FusedColwiseGroup(("wq", "wk"), multiple_of={"wq": D})
     with pytest.raises(TypeError, match="multiple_of must be an int"):
         FusedRowwiseParallel(multiple_of=1.5)  # type: ignore[arg-type]
-
-
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(3, refuses)

@@ -47,8 +47,30 @@ def plan(layout: str, output: Any, *, local_output: bool = True) -> dict[str, An
     }
 
 
-def trains(
-    group: dist.ProcessGroup, vocabulary: int, layout: str, tied: bool, compiled: bool
+PLAIN = [
+    (3, 7, "sequence", True, False),
+    (2, 12, "replicated", False, False),
+    (4, 5, "replicated", True, False),
+    (4, 5, "sequence", False, False),
+]
+# World sizes, vocabularies (of 5 tokens, the last of 4 ranks has none), layouts, tied, compiled.
+CASES = pairs(
+    (1, 2, 3, 4), (7, 12, 5), LAYOUTS, (False, True), (False, True),
+    also=[*PLAIN, (4, 5, "sequence", True, True)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world_size", "vocabulary", "layout", "tied", "compiled"), some(*PLAIN, of=CASES)
+)
+@pytest.mark.ranks
+def test_trains(
+    group: dist.ProcessGroup,
+    world_size: int,
+    vocabulary: int,
+    layout: str,
+    tied: bool,
+    compiled: bool,
 ) -> None:
     torch._dynamo.reset()  # or the models of earlier tests count as recompilations
     world_size = group.size()
@@ -79,29 +101,9 @@ def trains(
         same_grads(model, dense)
 
 
-PLAIN = [
-    (3, 7, "sequence", True, False),
-    (2, 12, "replicated", False, False),
-    (4, 5, "replicated", True, False),
-    (4, 5, "sequence", False, False),
-]
-# World sizes, vocabularies (of 5 tokens, the last of 4 ranks has none), layouts, tied, compiled.
-CASES = pairs(
-    (1, 2, 3, 4), (7, 12, 5), LAYOUTS, (False, True), (False, True),
-    also=[*PLAIN, (4, 5, "sequence", True, True)],
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("world_size", "vocabulary", "layout", "tied", "compiled"), some(*PLAIN, of=CASES)
-)
-def test_trains(
-    ranks: Ranks, world_size: int, vocabulary: int, layout: str, tied: bool, compiled: bool
-) -> None:
-    ranks.run(world_size, trains, vocabulary, layout, tied, compiled)
-
-
-def computes_the_loss(group: dist.ProcessGroup, layout: str) -> None:
+@pytest.mark.parametrize("layout", some("replicated", of=LAYOUTS))
+@pytest.mark.ranks(2)
+def test_loss_parallel(group: dist.ProcessGroup, layout: str) -> None:
     """torch's `loss_parallel` on logits that stay split by vocabulary."""
     mesh, vocabulary = mesh_of(group), 4 * group.size()
     dense = Model(vocabulary, tied=True).double()
@@ -119,11 +121,6 @@ def computes_the_loss(group: dist.ProcessGroup, layout: str) -> None:
     if layout == "sequence":
         dist.all_reduce(model.norm.weight.grad, group=group)
     same_grads(model, dense)
-
-
-@pytest.mark.parametrize("layout", some("replicated", of=LAYOUTS))
-def test_loss_parallel(ranks: Ranks, layout: str) -> None:
-    ranks.run(2, computes_the_loss, layout)
 
 
 def sums_once(group: dist.ProcessGroup) -> None:
@@ -158,7 +155,8 @@ def test_communicates_once(ranks: Ranks, check: Callable[..., None]) -> None:
     ranks.run(2, check)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_errors(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     mesh, bad = mesh_of(own), own.rank() == 0
     style = FusedRowwiseParallel(output_layouts=Replicate())
@@ -196,11 +194,8 @@ def refuses(group: dist.ProcessGroup) -> None:
     assert embed(tokens).shape == (1, 3, 4)
 
 
-def test_errors(ranks: Ranks) -> None:
-    ranks.run(3, refuses)
-
-
-def inference_then_training(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_inference_then_training(group: dist.ProcessGroup) -> None:
     dense = Model(7, tied=True).double()
     model = parallelize_module(
         copy.deepcopy(dense), mesh_of(group), plan("replicated", Replicate())
@@ -213,7 +208,3 @@ def inference_then_training(group: dist.ProcessGroup) -> None:
     same_grads(model, dense)
     expected = part(dense.embed.weight, group, 0)
     assert local(model.embed.weight).shape[1] == expected.shape[1]
-
-
-def test_inference_then_training(ranks: Ranks) -> None:
-    ranks.run(3, inference_then_training)

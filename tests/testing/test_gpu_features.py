@@ -141,11 +141,6 @@ def test_compiles_without_cuda_graphs() -> None:
 # ------------------------------------------------------------------------------- several ranks
 
 
-def on_cpu(group: dist.ProcessGroup, row: Callable[[dist.ProcessGroup], None]) -> None:
-    with cuda_on_cpu(group.size(), group.rank()):
-        row(dist.new_group([*range(group.size())], backend="nccl"))
-
-
 def callbacks(group: dist.ProcessGroup) -> None:
     """Callbacks run at once in the caller's thread, so that all ranks issue the same calls."""
     random.seed(group.rank())
@@ -327,8 +322,10 @@ def native_matmul(group: dist.ProcessGroup) -> None:
     ],
     ids=lambda f: f.__name__,
 )
-def test_on_ranks(row: Callable[[dist.ProcessGroup], None], ranks: Ranks) -> None:
-    ranks.run(2, on_cpu, row)
+@pytest.mark.ranks(2)
+def test_on_ranks(group: dist.ProcessGroup, row: Callable[[dist.ProcessGroup], None]) -> None:
+    with cuda_on_cpu(group.size(), group.rank()):
+        row(dist.new_group([*range(group.size())], backend="nccl"))
 
 
 # ------------------------------------------------------------------------------ what GPUs reject
@@ -412,7 +409,9 @@ _REJECTED: dict[str, Callable[[dist.ProcessGroup], Calls]] = {
 }
 
 
-def rejects(group: dist.ProcessGroup, row: str) -> None:
+@pytest.mark.parametrize("row", _REJECTED)
+@pytest.mark.ranks(2)
+def test_what_gpus_reject_is_rejected(group: dist.ProcessGroup, row: str) -> None:
     with cuda_on_cpu(group.size(), group.rank()):
         for name, (call, message) in _REJECTED[row](group).items():
             with pytest.raises(RuntimeError) as raised:
@@ -421,12 +420,8 @@ def rejects(group: dist.ProcessGroup, row: str) -> None:
             dist.barrier(group)
 
 
-@pytest.mark.parametrize("row", _REJECTED)
-def test_what_gpus_reject_is_rejected(row: str, ranks: Ranks) -> None:
-    ranks.run(2, rejects, row)
-
-
-def accepts(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_gpus_accept_is_accepted(group: dist.ProcessGroup) -> None:
     name, size = group.group_name, group.size()
     with cuda_on_cpu(size, group.rank()):
         x = symmetric(group, 64, dtype=torch.bfloat16)
@@ -444,17 +439,10 @@ def accepts(group: dist.ProcessGroup) -> None:
     assert (ops.one_shot_all_reduce(torch.ones(3), "avg", name) == 1).all()
 
 
-def test_what_gpus_accept_is_accepted(ranks: Ranks) -> None:
-    ranks.run(2, accepts)
-
-
-def three_ranks(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_kernels_for_some_numbers_of_ranks(group: dist.ProcessGroup) -> None:
     with cuda_on_cpu(3, group.rank()):
         x = symmetric(group, 12)
         assert (ops.one_shot_all_reduce(x, "sum", group.group_name) == 3).all()
         with pytest.raises(RuntimeError, match="takes 2, 4 or 8 ranks, the group has 3"):
             ops.two_shot_all_reduce_out(x, "sum", group.group_name, torch.empty(12))
-
-
-def test_kernels_for_some_numbers_of_ranks(ranks: Ranks) -> None:
-    ranks.run(3, three_ranks)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from symm_cp.testing import Ranks, UnmappedError, cuda_on_cpu
+from symm_cp.testing import UnmappedError, cuda_on_cpu
 from symm_cp.testing.cuda_stand_ins import devices
 from tests.exhaustive import exhaustive
 
@@ -381,21 +381,19 @@ def sync_batch_norm(group: dist.ProcessGroup) -> None:
         layer.train()(torch.ones(2, 2, device="cuda"))
 
 
-def on_cpu(group: dist.ProcessGroup, row: Callable[[dist.ProcessGroup], None]) -> None:
-    with cuda_on_cpu(group.size(), group.rank()):
-        row(group)
-
-
 @pytest.mark.parametrize(
     "row",
     [ddp, fsdp1, offload, options, random_dtensors, sync_batch_norm],
     ids=lambda f: f.__name__,
 )
-def test_on_ranks(row: Callable[[dist.ProcessGroup], None], ranks: Ranks) -> None:
-    ranks.run(2, on_cpu, row)
+@pytest.mark.ranks(2)
+def test_on_ranks(group: dist.ProcessGroup, row: Callable[[dist.ProcessGroup], None]) -> None:
+    with cuda_on_cpu(group.size(), group.rank()):
+        row(group)
 
 
-def maps_and_restores(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_names_cuda_gets_the_cpu(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     before = (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available())
     with cuda_on_cpu(group.size(), rank):
@@ -423,10 +421,6 @@ def maps_and_restores(group: dist.ProcessGroup) -> None:
         stream = torch.cuda.current_stream()
         stream.wait_event(stream.record_event())
     assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before
-
-
-def test_what_names_cuda_gets_the_cpu(ranks: Ranks) -> None:
-    ranks.run(2, maps_and_restores)
 
 
 #: Dynamo of torch 2.11 neither maps devices of factories nor enters streams of our own.

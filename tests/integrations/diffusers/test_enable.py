@@ -67,7 +67,9 @@ def test_on_and_off(ranks: Ranks) -> None:
             assert not outcome.failure, outcome.failure
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(4)
+def test_refusals(group: dist.ProcessGroup) -> None:
     import diffusers
     from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 
@@ -117,11 +119,8 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_refusals(ranks: Ranks) -> None:
-    ranks.run(4, refuses)
-
-
-def refuses_another_diffusers(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_another_diffusers(group: dist.ProcessGroup) -> None:
     from diffusers.hooks import context_parallel as hooks
 
     import symm_cp.integrations.diffusers as integration
@@ -139,11 +138,12 @@ def refuses_another_diffusers(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_another_diffusers(ranks: Ranks) -> None:
-    ranks.run(1, refuses_another_diffusers)
-
-
-def masks(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "degrees",
+    [{"ring_degree": 4}, {"ulysses_degree": 4}, {"ring_degree": 2, "ulysses_degree": 2}],
+)
+@pytest.mark.ranks(4)
+def test_masks(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
     """Per-head masks, additive masks with gradients, fewer key heads, and the log-sum-exp."""
     import diffusers
     from torch.nn.functional import scaled_dot_product_attention as attention
@@ -195,12 +195,3 @@ def masks(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
                     torch.testing.assert_close(local.grad, mask.grad.chunk(W, -1)[rank], **close)
     finally:
         integration.disable()
-
-
-@exhaustive
-@pytest.mark.parametrize(
-    "degrees",
-    [{"ring_degree": 4}, {"ulysses_degree": 4}, {"ring_degree": 2, "ulysses_degree": 2}],
-)
-def test_masks(ranks: Ranks, degrees: dict[str, Any]) -> None:
-    ranks.run(4, masks, degrees)

@@ -47,7 +47,8 @@ def test_recomputed_activations(ranks: Ranks, degrees: str) -> None:
     )
 
 
-def infers_then_trains(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_inference_then_training(group: dist.ProcessGroup) -> None:
     import symm_cp.integrations.diffusers as integration
     from tests.integrations.diffusers.common import CLIENTS, parallel, ring_of
 
@@ -67,11 +68,9 @@ def infers_then_trains(group: dist.ProcessGroup) -> None:
         integration.disable()
 
 
-def test_inference_then_training(ranks: Ranks) -> None:
-    ranks.run(4, infers_then_trains)
-
-
-def errs_like_one_process(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
+@pytest.mark.parametrize("degrees", [{"ring_degree": 4}, DEGREES["ring 2 and ulysses 2"]])
+@pytest.mark.ranks(4)
+def test_autocast(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
     import diffusers
 
     import symm_cp.integrations.diffusers as integration
@@ -118,11 +117,8 @@ def errs_like_one_process(group: dist.ProcessGroup, degrees: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("degrees", [{"ring_degree": 4}, DEGREES["ring 2 and ulysses 2"]])
-def test_autocast(ranks: Ranks, degrees: dict[str, Any]) -> None:
-    ranks.run(4, errs_like_one_process, degrees)
-
-
-def over_our_backend(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
+@pytest.mark.ranks(4)
+def test_our_backend(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from tests.integrations.diffusers.common import CLIENTS, check_client
@@ -133,8 +129,3 @@ def over_our_backend(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=backends)
     assert dist.get_backend(mesh["ring"].get_group()) == "symm_cp"
     check_client(CLIENTS["qwen with padding"], degrees, mesh=mesh)
-
-
-@pytest.mark.parametrize("degrees", [{"ring_degree": 4}, DEGREES["ring 2 and ulysses 2"]])
-def test_our_backend(ranks: Ranks, degrees: dict[str, Any]) -> None:
-    ranks.run(4, over_our_backend, degrees)

@@ -59,7 +59,9 @@ def coordinator(group: dist.ProcessGroup) -> Any:
     return types.SimpleNamespace(device_group=shared(group), rank_in_group=group.rank())
 
 
-def parts_of_any_length(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, 4, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_parts_of_any_length(group: dist.ProcessGroup, world_size: int) -> None:
     ours, rank, size = coordinator(group), group.rank(), group.size()
     found = {name.rpartition(".")[2]: hook for name, hook in hooks().items()}
     gather, scatter = found["all_gatherv"], found["reduce_scatterv"]
@@ -100,11 +102,6 @@ def parts_of_any_length(group: dist.ProcessGroup) -> None:
         lambda: scatter(original, ours, torch.ones(2 * size, 3), sizes=wrong)
     )
     assert torch.equal(gather(original, ours, rows)[0], torch.ones(2 * size, 3))
-
-
-@pytest.mark.parametrize("world_size", some(2, 4, of=[2, 3, 4]))
-def test_parts_of_any_length(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, parts_of_any_length)
 
 
 def uses_sglangs_own(_: dist.ProcessGroup) -> None:

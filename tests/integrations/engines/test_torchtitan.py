@@ -100,7 +100,17 @@ def overrides() -> Iterator[tuple[ModuleType, ModuleType]]:
         yield loaded, sys.modules["torchtitan.models.mine.parallelize"]
 
 
-def trains(group: dist.ProcessGroup, kind: str, balancing: str | None) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kind", "balancing"),
+    some(
+        (2, "flex", "headtail"),
+        of=[(n, k, b) for n in (2, 3) for k in ("flex", "varlen") for b in ("headtail", None)],
+    ),
+)
+@pytest.mark.ranks
+def test_overrides_are_as_in_one_process(
+    group: dist.ProcessGroup, world_size: int, kind: str, balancing: str | None
+) -> None:
     dense = pattern.VarlenAttention if kind == "varlen" else pattern.Dense
     model = pattern.decoder(dense)
     ids, labels, extra = pattern.batch_of(kind)
@@ -136,19 +146,6 @@ def trains(group: dist.ProcessGroup, kind: str, balancing: str | None) -> None:
                 torch.testing.assert_close(parameter.grad, expected[name], **CLOSE, msg=name)
         with pytest.raises(AssertionError, match="torchtitan's own apply_cp_to_forward"):
             parallelize.apply_cp_to_forward([nn.Linear(1, 1)], mesh)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "balancing"),
-    some(
-        (2, "flex", "headtail"),
-        of=[(n, k, b) for n in (2, 3) for k in ("flex", "varlen") for b in ("headtail", None)],
-    ),
-)
-def test_overrides_are_as_in_one_process(
-    ranks: Ranks, world_size: int, kind: str, balancing: str | None
-) -> None:
-    ranks.run(world_size, trains, kind, balancing)
 
 
 # --- experts ---
@@ -264,17 +261,14 @@ def test_experts_are_as_in_one_process(ranks: Ranks, sizes: list[int], dtype: to
     ranks.run(len(sizes), spreads_experts, sizes, dtype)
 
 
-def refuses_type_checking(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_type_checking_is_refused(group: dist.ProcessGroup) -> None:
     with expert_override(checking=True) as loaded:
         config = loaded.SymmTokenDispatcher.Config(Experts.EXPERTS, Experts.TOP_K)
         layer = Experts(loaded.SymmTokenDispatcher(config))
         layer.dispatcher.wire_meshes(ep_mesh=mesh_of(group))
         with pytest.raises(NotImplementedError, match="no rules for spmd_types: turn its type"):
             layer(torch.randn(3, Experts.WIDTH))
-
-
-def test_type_checking_is_refused(ranks: Ranks) -> None:
-    ranks.run(2, refuses_type_checking)
 
 
 # --- its own trainer ---

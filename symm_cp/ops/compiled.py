@@ -73,6 +73,10 @@ def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
             if last is not None:
                 graph.additional_buffer_deps[operation.get_operation_name()].add(last)
             graph.symm_cp_last = operation.get_name()
+            if not _ordered[op._schema.name].one_sided:
+                # Kernels of empty tensors read nothing: the call would be dropped where the peers
+                # have elements, and wait for it.
+                operation.has_side_effects = lambda: True
     return result
 
 

@@ -12,8 +12,10 @@ import operator
 from typing import Any
 
 import torch
+from torch import is_tensor
 from torch.fx import Node, has_side_effect
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing
+from torch.utils._pytree import tree_leaves_with_path
 
 from symm_cp.ops.op import Op
 
@@ -64,13 +66,13 @@ def _keep_unused(graph: torch.fx.Graph, outputs: Any) -> None:
 
 
 def _keep(graph: torch.fx.Graph, node: Node) -> None:
-    last, value, tag = node, node.meta["val"], node.meta.get(_PASS)
-    while isinstance(value, (tuple, list)):
-        index = next(i for i, each in enumerate(value) if each is not None)
+    value, last, tag = node.meta["val"], node, node.meta.get(_PASS)
+    tensors = (path for path, each in tree_leaves_with_path(value) if is_tensor(each))
+    for key in next(tensors):
+        value = key.get(value)
         with graph.inserting_after(last):
-            last = graph.call_function(operator.getitem, (last, index))
-        value = last.meta["val"] = value[index]
-        last.meta[_PASS] = tag
+            last = graph.call_function(operator.getitem, (last, key.idx))
+        last.meta |= {"val": value, _PASS: tag}
     with graph.inserting_after(last):
         kept = graph.call_function(_KEEP, (last,))
-    kept.meta["val"], kept.meta[_PASS] = _KEEP(value), _OF_PASS.get(tag, tag)
+    kept.meta |= {"val": value.new_empty(0), _PASS: _OF_PASS.get(tag, tag)}

@@ -44,19 +44,20 @@ def _traced(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> 
     graph = mode.tracer.graph
 
     def create_node(kind: str, target: Any, args: Any, *more: Any, **named: Any) -> Node:
+        node: Node = type(graph).create_node(graph, kind, target, args, *more, **named)
         if kind == "output":
             del graph.create_node
             with disable_proxy_modes_tracing():
-                _keep_unused(graph, args)
-        return type(graph).create_node(graph, kind, target, args, *more, **named)  # type: ignore[no-any-return]
+                keep_unused(graph)
+        return node
 
     graph.create_node = create_node
     return mode.__torch_dispatch__(func, types, args, kwargs)
 
 
-def _keep_unused(graph: torch.fx.Graph, outputs: Any) -> None:
+def keep_unused(graph: torch.fx.Graph) -> None:
+    """Keeps the calls in a graph whose results nobody uses."""
     used: set[Node] = set()
-    torch.fx.node.map_arg(outputs, used.add)
     for node in reversed(graph.nodes):
         if node.target in _ops and node not in used:
             _keep(graph, node)

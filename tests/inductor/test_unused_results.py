@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch._inductor.utils import fresh_cache
 
 import symm_cp
 from symm_cp.inductor.options import Options
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.inductor.graphs import close, draw, run, through_passes, without_kernels
+from tests.inductor.graphs import close, compare, draw, run, through_passes, without_kernels
 
 
 def compares(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], backend: str) -> None:
@@ -66,3 +67,18 @@ def used_by_one(group: dist.ProcessGroup, grad: bool) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_used_by_one_rank(ranks: Ranks, grad: bool) -> None:
     ranks.run(2, used_by_one, grad)
+
+
+def reduced_for_one(group: dist.ProcessGroup) -> None:
+    """The passes replace an all-reduce, which torch keeps, and a matmul before it."""
+    inputs = draw(group, 0, (4, 6), (6, 6), requires_grad=False)
+
+    def multiply(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        sums = [funcol.all_reduce(each, "sum", group) * 2 for each in (x, x @ w)]
+        return [x + 1, *(sums if group.rank() == 0 else [])]
+
+    compare(multiply, inputs)
+
+
+def test_reduced_for_one_rank(ranks: Ranks) -> None:
+    ranks.run(2, reduced_for_one)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -185,7 +186,9 @@ def compiles(group: dist.ProcessGroup, backend: str, turn: int, turns: int) -> N
             return tuple(call.run(*(x * 2 for x in inputs)))
 
         results = []
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        # A graph from Inductor's cache would say nothing of how the ops are lowered now.
+        anew = inductor_config.patch(force_disable_caches=True)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True), anew:
             for function in (run, torch.compile(run, backend=backend, fullgraph=True)):
                 given = leaves(call.inputs)
                 outputs = function(*given)

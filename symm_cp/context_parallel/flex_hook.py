@@ -138,8 +138,8 @@ def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(query, *args, **kwargs)
     region = mode.region
     mode.watch.called = True
-    # A graph would leave out the gradients of a rank without a position, for which peers wait. If
-    # torch's kernels attend to gathered keys, masks are cut outside of the graph.
+    # Masks are cut outside of the graph if torch's kernels attend to gathered keys. A rank without
+    # a position has not been tried in a graph.
     if region.layouts is None or region.holds_none or not in_tiles(query.device):
         return outside_graph(flex.attend_compiled, query, *args, **kwargs)
     return flex.attend_within(region, compiled_flex, query, *args, **kwargs)

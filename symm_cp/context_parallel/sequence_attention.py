@@ -15,7 +15,7 @@ from symm_cp.context_parallel import gathered_keys
 from symm_cp.context_parallel.attention import attend_over, is_dtensor
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.context_parallel.random_numbers import seed_of_attention
-from symm_cp.context_parallel.region import ParallelRegion, outside_graph, without_padding
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.context_parallel.sequence_mask import SequenceMask, of_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.mask import Modifier
@@ -76,11 +76,6 @@ def attend_sequence(
         "bias": bias,
         "dropout_p": dropout_p,
     }
-    if region.holds_none and torch.compiler.is_dynamo_compiling():
-        more = {"is_causal": is_causal, "score_mod": score_mod}
-        return outside_graph(
-            attend_sequence, op, region, query, key, value, mask, **scoring, **more
-        )
     if mask is None:
         mask = _CAUSAL if is_causal else _EVERY_KEY
     elif is_causal:

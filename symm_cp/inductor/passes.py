@@ -25,6 +25,7 @@ from symm_cp.inductor.neighbours import record_called, record_others
 from symm_cp.inductor.nodes import know_equal_sizes, place_of, value
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import wait_for_each
+from symm_cp.ops.unused_results import keep_unused
 
 
 @cache
@@ -128,6 +129,7 @@ def fuse_post_grad(graph: Graph, options: Options) -> None:
     if options.low_contention:
         sink_collectives(graph, options)
     record_others(graph)
+    keep_unused(graph)  # torch keeps the waits that the fused ops replace
     graph.eliminate_dead_code()
     graph.lint()
 

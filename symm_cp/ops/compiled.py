@@ -2,7 +2,9 @@
 
 - Ranks make the same calls in the same order. Inductor keeps the order of torch's collectives, but
   moves other ops to save memory, by sizes that may differ between ranks: two calls of one op could
-  change places on some ranks only, and each would take the data of the other.
+  change places on some ranks only, and each would take the data of the other. It also drops a
+  call whose result only kernels of empty tensors use, on the rank that has no elements.
+  unused_results.py keeps the calls whose results nobody uses.
 - Inductor places the input of an all-reduce in symmetric memory, which it cannot do on CPU and
   which the op does not need there. It must not see `get_remote_tensors`.
 """
@@ -73,6 +75,10 @@ def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
             if last is not None:
                 graph.additional_buffer_deps[operation.get_operation_name()].add(last)
             graph.symm_cp_last = operation.get_name()
+            if not _ordered[op._schema.name].one_sided:
+                # Kernels of empty tensors read nothing: the call would be dropped where the peers
+                # have elements, and wait for it.
+                operation.has_side_effects = lambda: True
     return result
 
 
@@ -94,7 +100,7 @@ def called_in_order(op: Op, fake: Callable[P, R]) -> Callable[P, R]:
 def teach_inductor() -> None:
     """Makes Inductor, if it is imported, leave an all-reduce on CPU as it is.
 
-    From torch 2.13 on, also makes it keep the order of the ops of `called_in_order`. The fake
+    From torch 2.13 on, also makes it keep the ops of `called_in_order`, and their order. The fake
     kernels call this, as a compiler runs them before it lowers the ops: importing Inductor takes
     seconds.
     """

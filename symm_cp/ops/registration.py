@@ -29,6 +29,7 @@ from symm_cp.ops.op import (
 from symm_cp.ops.override import as_on_device, fake_kernel, or_torchs
 from symm_cp.ops.transforms import register_gradient, register_no_gradient, register_vmap
 from symm_cp.ops.unsupported import refuse_without_memory
+from symm_cp.ops.unused_results import keep_calls
 
 
 def register() -> None:
@@ -188,6 +189,7 @@ def _register_fake(op: Op) -> None:
     fake = fake_kernel(op.fake, op.torchs_fake) if op.torchs_fake else op.fake
     fake = called_in_order(op, fake)
     lib = libraries(op.namespace).ops
+    keep_calls(op, lib)
     if op.mixes_devices:
         torch.library.register_fake(op.full_name, fake, lib=lib)
     else:

@@ -97,6 +97,19 @@ def compiled(model: nn.Module) -> None:
     model.compile()
 
 
+@exhaustive
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "mamba2"])
+def test_compiled_layers(ranks: Ranks, name: str) -> None:
+    """On a rank without a position only empty tensors come from the peers and go to them."""
+    how: dict[str, Any] = {"prepare": layer_compiled, "timeout": 600}
+    ranks.run(3, checks, MODELS[name], 2, "mask of ones", "HeadTail", **how)
+
+
+def layer_compiled(model: nn.Module) -> None:
+    torch._dynamo.reset()
+    model.base_model.layers[0].compile(fullgraph=True)
+
+
 # --- attention of torch ------------------------------------------------------------------------
 
 HEADS, FEATURES, VOCABULARY = 2, 8, 13

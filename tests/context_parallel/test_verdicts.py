@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symm_cp
 from symm_cp.context_parallel.inspectors import Verdicts
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 
 ROOT = Path(symm_cp.__file__).resolve().parent
@@ -82,7 +81,8 @@ def step(group: dist.ProcessGroup, model: nn.Module) -> Callable[[], None]:
     return run
 
 
-def caught_after_steps(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_changes_are_seen_in_models_that_have_run(group: dist.ProcessGroup) -> None:
     refused: list[tuple[Callable[[LlamaForCausalLM], object], str]] = [
         (lambda m: setattr(m.config, "model_type", "other"), "model_type='other'"),
         (lambda m: setattr(m.config, "output_router_logits", True), "output_router_logits"),
@@ -106,10 +106,6 @@ def caught_after_steps(group: dist.ProcessGroup) -> None:
     attention(model).q_proj = nn.Linear(32, 32, bias=False)
     with pytest.raises(RuntimeError, match="the parameters of Linear differ"):
         step(group, model)()
-
-
-def test_changes_are_seen_in_models_that_have_run(ranks: Ranks) -> None:
-    ranks.run(2, caught_after_steps)
 
 
 # --- floors --------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ def test_ranks_that_differ_are_told_what_each_calls(ranks: Ranks, world_size: in
     ranks.run(world_size, differs)
 
 
-def places_differ(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_with_inputs_of_other_kinds(group: dist.ProcessGroup) -> None:
     symmetric = symm_mem.empty(4, 3, device="cpu").fill_(1.0)
     other = symm_mem.empty(4, 3, device="cpu").fill_(2.0)
     w = torch.ones(3, 2)
@@ -77,10 +78,6 @@ def places_differ(group: dist.ProcessGroup) -> None:
         with pytest.raises(RuntimeError, match=r"tensor number \d+, rank 1 calls .* tensor number"):
             symm_cp.all_gather_matmul(x, w, group=group)
         good(group)
-
-
-def test_ranks_with_inputs_of_other_kinds(ranks: Ranks) -> None:
-    ranks.run(2, places_differ)
 
 
 def misses(group: dist.ProcessGroup) -> None:
@@ -103,7 +100,8 @@ def test_a_rank_that_makes_no_call_is_named(ranks: Ranks) -> None:
     ranks.run(3, differs)
 
 
-def leaves_nothing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_store_does_not_fill_up(group: dist.ProcessGroup) -> None:
     store = _get_process_group_store(group)
     with simulation(delays_us=0), debugging():
         good(group)
@@ -115,11 +113,8 @@ def leaves_nothing(group: dist.ProcessGroup) -> None:
         assert store.num_keys() <= before + 2 * group.size()  # barriers leave theirs
 
 
-def test_the_store_does_not_fill_up(ranks: Ranks) -> None:
-    ranks.run(2, leaves_nothing)
-
-
-def is_off(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_nothing_is_compared_without_it(group: dist.ProcessGroup) -> None:
     store = _get_process_group_store(group)
     with simulation(delays_us=0):
         good(group)  # a group's first call has its ranks agree on what they tuned
@@ -127,10 +122,6 @@ def is_off(group: dist.ProcessGroup) -> None:
             good(group)
             good(group)
     assert not used.called
-
-
-def test_nothing_is_compared_without_it(ranks: Ranks) -> None:
-    ranks.run(2, is_off)
 
 
 def test_other_values_are_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

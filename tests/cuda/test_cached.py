@@ -18,7 +18,6 @@ from symm_cp.group import memory
 from symm_cp.ops.attention import tiles
 from symm_cp.ops.attention.masks import _host_edges
 from symm_cp.ops.attention.tiles import _band
-from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
 
@@ -46,7 +45,9 @@ def test_what_a_host_read_depends_on_its_context() -> None:
     assert seen == [0, 0, 1, 1, 2]
 
 
-def windows(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.ranks(2)
+def test_windows_in_captures_and_outside_of_them(group: dist.ProcessGroup) -> None:
+    seed = random.randrange(1 << 30)
     W, rank = group.size(), group.rank()
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 2, 40 * W, 8, generator=generator) for _ in "qkv")
@@ -73,10 +74,6 @@ def windows(group: dist.ProcessGroup, seed: int) -> None:
             graph.replay()
             torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-5)
             captured.fill_(torch.nan)
-
-
-def test_windows_in_captures_and_outside_of_them(ranks: Ranks) -> None:
-    ranks.run(2, windows, random.randrange(1 << 30))
 
 
 class OnGpu(torch.Tensor):

@@ -151,7 +151,8 @@ def fails_everywhere(group: dist.ProcessGroup, name: str, apart: bool) -> int:
     return steps
 
 
-def second_lane(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_the_caller_s_stream_waits_for_kernels_beside_it(group: dist.ProcessGroup) -> None:
     """The third launch fails while the second kernel still runs, beside the caller's stream."""
     add_up, may_end, kernels, later = (
         Terms.add_up,
@@ -180,10 +181,6 @@ def second_lane(group: dist.ProcessGroup) -> None:
         assert later
         dist.barrier(group)
         made.machine.errors.clear()
-
-
-def test_the_caller_s_stream_waits_for_kernels_beside_it(ranks: Ranks) -> None:
-    ranks.run(3, second_lane)
 
 
 #: Those that end where each rank fails at a step of its own.
@@ -241,7 +238,8 @@ def test_streams_of_a_rank_that_failed_end_when_no_peer_is_left(
     assert "rank 2 died" in second.output or "rank 0 aborted the call" in second.output, second
 
 
-def leaks(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_workspaces_are_not_freed_while_that_would_wait_or_abort(group: dist.ProcessGroup) -> None:
     """Workspaces are freed when the streams have ended and the device is well, and not before."""
     own = dist.new_group(list(range(group.size())))
     retired = cuda.workspaces._retired
@@ -264,11 +262,8 @@ def leaks(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(own)
 
 
-def test_workspaces_are_not_freed_while_that_would_wait_or_abort(ranks: Ranks) -> None:
-    ranks.run(2, leaks)
-
-
-def hangs_before(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_first_call_behind_work_that_hangs_ends(group: dist.ProcessGroup) -> None:
     """The first call waits for hung work of the caller until the group's time-out, then raises."""
     limit = datetime.timedelta(seconds=2)
     own = memory.resolve(dist.new_group(list(range(group.size())), timeout=limit))
@@ -281,7 +276,3 @@ def hangs_before(group: dist.ProcessGroup) -> None:
         finally:
             ends.set()
         cuda.reserve_on(own, made, 64)
-
-
-def test_a_first_call_behind_work_that_hangs_ends(ranks: Ranks) -> None:
-    ranks.run(2, hangs_before)

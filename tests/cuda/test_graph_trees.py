@@ -92,7 +92,8 @@ def kept_band(device: torch.device) -> list[torch.Tensor]:
     return []
 
 
-def growing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_larger_call_takes_a_larger_workspace(group: dist.ProcessGroup) -> None:
     """A larger call gets a larger workspace; the graphs before it keep theirs."""
     own = dist.new_group(list(range(group.size())))
     captured = []
@@ -113,10 +114,6 @@ def growing(group: dist.ProcessGroup) -> None:
         with pytest.raises(RuntimeError, match="there is none; none can be made while a graph"):
             graphed(made, case[0])
     dist.destroy_process_group(own)
-
-
-def test_a_larger_call_takes_a_larger_workspace(ranks: Ranks) -> None:
-    ranks.run(2, growing)
 
 
 def test_a_gpu_asks_torchs_graph_trees(monkeypatch: pytest.MonkeyPatch) -> None:

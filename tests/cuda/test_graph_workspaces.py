@@ -15,7 +15,6 @@ import torch.distributed as dist
 from symm_cp import cuda
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
-from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.op_cases import Case, cases, check, refill, zeros
 from tests.cuda.simulated import simulation
@@ -37,7 +36,9 @@ def gather(group: dist.ProcessGroup, rows: int = 3) -> tuple[dict[str, torch.Ten
     return values, cases(group, values)["gather"]
 
 
-def two_graphs(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_each_graph_takes_a_workspace(group: dist.ProcessGroup) -> None:
+    """Replays at the same time: graph_programs.py."""
     with new_group(group) as own, simulation() as made:
         cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=2)
         step = gather(own)[1][0]
@@ -50,12 +51,8 @@ def two_graphs(group: dist.ProcessGroup) -> None:
         assert sorted(len(kind.by_pool) for kind in kinds) == [0, 3]
 
 
-def test_each_graph_takes_a_workspace(ranks: Ranks) -> None:
-    """Replays at the same time: graph_programs.py."""
-    ranks.run(2, two_graphs)
-
-
-def in_one_pool(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_graphs_of_one_pool_share_a_workspace(group: dist.ProcessGroup) -> None:
     """A server captures a graph for each batch size, the largest first."""
     with new_group(group) as own, simulation() as made:
         cuda.reserve_on(memory.resolve(own), made, 1 << 11, graphs=1)
@@ -67,10 +64,6 @@ def in_one_pool(group: dist.ProcessGroup) -> None:
             refill(values)
             graph.replay()
             check("gather", case, out)
-
-
-def test_graphs_of_one_pool_share_a_workspace(ranks: Ranks) -> None:
-    ranks.run(2, in_one_pool)
 
 
 def test_the_pool_of_a_capture_is_the_one_that_it_allocates_from() -> None:
@@ -98,7 +91,8 @@ def test_the_pool_of_a_capture_is_the_one_that_it_allocates_from() -> None:
         assert device.graph_pools() == {3}
 
 
-def captured_again(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_the_workspace_of_a_graph_that_died_comes_back(group: dist.ProcessGroup) -> None:
     """Graphs die on one rank first; their workspace comes back when they have died on all."""
     kept = []
     with new_group(group) as own, simulation() as made:
@@ -121,11 +115,9 @@ def captured_again(group: dist.ProcessGroup) -> None:
             graphed(made, case[0])
 
 
-def test_the_workspace_of_a_graph_that_died_comes_back(ranks: Ranks) -> None:
-    ranks.run(2, captured_again)
-
-
-def beside_a_capture(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_calls_are_made_beside_a_capture(group: dist.ProcessGroup, world_size: int) -> None:
     """While a thread captures a call, another one makes calls."""
     with new_group(group) as own, simulation() as made, ThreadPoolExecutor(1) as thread:
         cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=1)
@@ -148,8 +140,3 @@ def beside_a_capture(group: dist.ProcessGroup) -> None:
         refill(values)
         graph.replay()
         check("gather", case, found)
-
-
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_calls_are_made_beside_a_capture(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, beside_a_capture)

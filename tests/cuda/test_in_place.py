@@ -50,7 +50,9 @@ def is_in_place(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return cuda.found_in_place(x, memory.resolve(group)) is not None
 
 
-def parts_of_blocks(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some((2,), of=[(2,), (3,)]))
+@pytest.mark.ranks
+def test_ranks_may_have_them_at_other_offsets(group: dist.ProcessGroup, world_size: int) -> None:
     with simulation(offsets=True):
         x = symmetric(8, 4)
         assert x.untyped_storage().nbytes() == x.nbytes  # nothing shows that it is a part
@@ -60,12 +62,8 @@ def parts_of_blocks(group: dist.ProcessGroup) -> None:
             gathers(x, group, turn)
 
 
-@pytest.mark.parametrize("world_size", some((2,), of=[(2,), (3,)]))
-def test_ranks_may_have_them_at_other_offsets(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, parts_of_blocks)
-
-
-def alternates(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_call_looks_them_up_and_exchanges_nothing(group: dist.ProcessGroup) -> None:
     """Calls alternate between registered tensors and a plain one, and exchange nothing."""
     with simulation():
         x, y, plain = symmetric(4, 4), symmetric(4, 4), torch.empty(4, 4)
@@ -86,11 +84,10 @@ def alternates(group: dist.ProcessGroup) -> None:
             assert not is_in_place(x[:2], group)
 
 
-def test_a_call_looks_them_up_and_exchanges_nothing(ranks: Ranks) -> None:
-    ranks.run(3, alternates)
-
-
-def forgets(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor(
+    group: dist.ProcessGroup,
+) -> None:
     """Allocators reuse addresses; a new tensor at an old one's address is not taken for it."""
     seen, again = set(), 0
     with simulation():
@@ -111,11 +108,8 @@ def forgets(group: dist.ProcessGroup) -> None:
     assert len(known[0].known) <= 2  # the others are gone with their memory
 
 
-def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor(ranks: Ranks) -> None:
-    ranks.run(2, forgets)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_one_rank_passes_wrong_is_refused_on_all(group: dist.ProcessGroup) -> None:
     odd, good = group.rank() == 1, symmetric(4, 4)
     cases = [
         (torch.empty(4, 4), "the tensor of rank 1 was not allocated as symmetric memory"),
@@ -131,10 +125,6 @@ def refuses(group: dist.ProcessGroup) -> None:
             symm_cp.read_in_place(symmetric(0, 4), group)
         symm_cp.read_in_place(good, group)
         gathers(good, group, 2)
-
-
-def test_what_one_rank_passes_wrong_is_refused_on_all(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
 
 
 def mismatched(group: dist.ProcessGroup) -> None:
@@ -200,7 +190,10 @@ class TorchOnCuda:
         return _SymmetricMemory.rendezvous(tensor, name.split(", symmetric memory")[0])
 
 
-def histories(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_rendezvous_does_not_depend_on_what_ranks_did_in_other_groups(
+    group: dist.ProcessGroup,
+) -> None:
     """A sub-group that leaves a rank out makes rendezvous first; then the whole group does."""
     pair = dist.new_group([0, 1])
     torchs = TorchOnCuda(group, allocations=group.rank())
@@ -217,7 +210,3 @@ def histories(group: dist.ProcessGroup) -> None:
             gathers(x, members, 1)
             gathers(torch.empty(300, 300), members, 2)  # a larger workspace
     assert torchs._exchanges >= 9, "the stand-in was not asked"
-
-
-def test_a_rendezvous_does_not_depend_on_what_ranks_did_in_other_groups(ranks: Ranks) -> None:
-    ranks.run(3, histories)

@@ -114,7 +114,8 @@ def test_kernels_of_two_lanes_overlap(ranks: Ranks, algorithm: str) -> None:
     assert ranks.run(3, overlap, algorithm) == [algorithm == "lanes"] * 3
 
 
-def choices(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_lanes_are_chosen_by_tiles(group: dist.ProcessGroup) -> None:
     """By the number of tiles of a shard; the reason says both numbers."""
     state, device = memory.resolve(group), torch.device("cpu")
 
@@ -142,7 +143,3 @@ def choices(group: dist.ProcessGroup) -> None:
         tuning.tuned(state)["a test"] = "lanes"
         assert chosen("whole", 1, 768) == "lanes (measured)"
     tuning.relearn(state)
-
-
-def test_lanes_are_chosen_by_tiles(ranks: Ranks) -> None:
-    ranks.run(2, choices)

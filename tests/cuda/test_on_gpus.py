@@ -141,7 +141,8 @@ def test_graphs_are_replayed_with_other_inputs(ranks: Ranks, world_size: int) ->
     ranks.run(world_size, replays, timeout=300)
 
 
-def grows_in_a_capture(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_no_workspace_is_made_in_a_capture(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(1 << 12, 256), torch.randn(256, 16)
     symm_cp.all_gather_matmul(x[:16], w, group=group)
     with (
@@ -154,11 +155,9 @@ def grows_in_a_capture(group: dist.ProcessGroup) -> None:
     assert out.shape == (group.size() << 12, 16)
 
 
-def test_no_workspace_is_made_in_a_capture(ranks: Ranks) -> None:
-    ranks.run(2, grows_in_a_capture)
-
-
-def on_other_streams(group: dist.ProcessGroup) -> None:
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_callers_may_use_other_streams(group: dist.ProcessGroup, world_size: int) -> None:
     late = torch.randn(4096, 4096)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     for turn in range(12):
@@ -177,12 +176,9 @@ def on_other_streams(group: dist.ProcessGroup) -> None:
         assert found == [float(turn + rank) for rank in range(group.size())]
 
 
-@WORLD_SIZES
-def test_callers_may_use_other_streams(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, on_other_streams)
-
-
-def by_tiles(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_matmuls_by_tiles(group: dist.ProcessGroup, world_size: int) -> None:
     """Makes several calls: the number that kernels and streams compare differs in each."""
     W = group.size()
     torch.manual_seed(torch.initial_seed() + group.rank())
@@ -199,11 +195,6 @@ def by_tiles(group: dist.ProcessGroup) -> None:
                 assert {choice.algorithm for choice in choices.values()} == {algorithm}
             for got, want in zip(results[2:], results[:2], strict=True):
                 assert error(got, want) <= W * (2**-7 if dtype == torch.bfloat16 else 2**-9)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_matmuls_by_tiles(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, by_tiles)
 
 
 def masked(group: dist.ProcessGroup, seed: int) -> None:

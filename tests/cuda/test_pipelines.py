@@ -28,34 +28,17 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize("mode", [{}, {"graph": True}], ids=["eager", "graph"])
 
 
-def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:
+@MODES
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_random_matmuls(group: dist.ProcessGroup, world_size: int, mode: dict[str, Any]) -> None:
+    count = 4
     with simulation(**mode) as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 20)
         for index in range(count):
             test_random.gathers(group, index)
             test_random.scatters(group, index)
             test_random.all_reduces(group, index)
-
-
-@MODES
-@WORLD_SIZES
-def test_random_matmuls(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
-    ranks.run(world_size, random_ops, mode, 4)
-
-
-def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
-    """All masks on two layouts, forward and backward, in rank order and as a ring."""
-    W = group.size()
-    chosen = random.Random(seed)
-    cases = [
-        test_attention.Case(layout, rotate=rotate, dtype=dtype, **mask)
-        for layout in chosen.sample(test_attention.layouts(W), 2)
-        for mask in test_attention.masks(layout)[::2]
-        for rotate, dtype in (("allgather", torch.float32), ("alltoall", torch.bfloat16))
-    ]
-    with simulation(**mode) as made:
-        cuda.reserve_on(memory.resolve(group), made, 1 << 20)
-        test_attention.run_all(group, cases, seed)
 
 
 def long_backward(group: dist.ProcessGroup) -> list[bool]:
@@ -101,5 +84,21 @@ def test_gradients_of_many_tokens_travel_in_a_ring(ranks: Ranks) -> None:
         of=itertools.product([1, 2, 3, 4], [False, True]),
     ),
 )  # fmt: skip
-def test_attention_forward_and_backward(ranks: Ranks, world_size: int, graph: bool) -> None:
-    ranks.run(world_size, attention, {"graph": graph}, random.randrange(1 << 30))
+@pytest.mark.ranks
+def test_attention_forward_and_backward(
+    group: dist.ProcessGroup, graph: bool, world_size: int
+) -> None:
+    """All masks on two layouts, forward and backward, in rank order and as a ring."""
+    mode = {"graph": graph}
+    seed = random.randrange(1 << 30)
+    W = group.size()
+    chosen = random.Random(seed)
+    cases = [
+        test_attention.Case(layout, rotate=rotate, dtype=dtype, **mask)
+        for layout in chosen.sample(test_attention.layouts(W), 2)
+        for mask in test_attention.masks(layout)[::2]
+        for rotate, dtype in (("allgather", torch.float32), ("alltoall", torch.bfloat16))
+    ]
+    with simulation(**mode) as made:
+        cuda.reserve_on(memory.resolve(group), made, 1 << 20)
+        test_attention.run_all(group, cases, seed)

@@ -150,7 +150,9 @@ def test_training_is_the_same_by_plans(ranks: Ranks, world_size: int) -> None:
     assert min(ranks.run(world_size, training)) > 20
 
 
-def in_the_background(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.ranks
+def test_transfers_in_the_background(group: dist.ProcessGroup, world_size: int) -> None:
     """Transfers in flight at once, awaited in another order; their inputs are overwritten."""
     rank, W, name = group.rank(), group.size(), group.group_name
     wait, ops = torch.ops._c10d_functional.wait_tensor, torch.ops.symm_mem
@@ -179,11 +181,10 @@ def in_the_background(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_transfers_in_the_background(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, in_the_background)
-
-
-def used_on_two_streams(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks
+def test_a_plan_frees_no_memory_that_another_stream_reads(
+    group: dist.ProcessGroup, world_size: int
+) -> None:
     """Memory that the op allocates and frees itself, while the second compute stream reads it."""
     gather_rows, W = gather.gather_rows, group.size()
 
@@ -204,12 +205,8 @@ def used_on_two_streams(group: dist.ProcessGroup) -> None:
         assert runs() >= 4, refusal()
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_a_plan_frees_no_memory_that_another_stream_reads(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, used_on_two_streams)
-
-
-def layouts(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_calls_that_differ_have_plans_of_their_own(group: dist.ProcessGroup) -> None:
     """Calls that differ in strides, alignment, shared memory or settings do not share plans."""
     rank, W, name = group.rank(), group.size(), group.group_name
     w = torch.randn(6, 5, dtype=torch.float64)
@@ -246,10 +243,6 @@ def layouts(group: dist.ProcessGroup) -> None:
             again = ATTENTION(q, q, q, name, scale=scale)[0]
             assert torch.equal(out, again)
         assert runs() > 0
-
-
-def test_calls_that_differ_have_plans_of_their_own(ranks: Ranks) -> None:
-    ranks.run(3, layouts)
 
 
 def memory_of_calls(group: dist.ProcessGroup) -> list[list[int]]:

@@ -13,7 +13,6 @@ from symm_cp import tuning
 from symm_cp.ops.common import device_kernels
 from symm_cp.schedule import Compute, Copy, Signal, Wait
 from symm_cp.schedule.simulate import Event
-from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 
 
@@ -21,7 +20,9 @@ def on(events: tuple[Event, ...], lane: str) -> list[Event]:
     return [event for event in events if event.lane == lane]
 
 
-def recorded(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.ranks
+def test_both_lanes_are_recorded(group: dist.ProcessGroup, world_size: int) -> None:
     W, rank = group.size(), group.rank()
     x, weight = torch.randn(6, 4), torch.randn(4, 5)
     with simulation(), tuning.forced("shards"):
@@ -52,12 +53,8 @@ def recorded(group: dist.ProcessGroup) -> None:
         assert pull.end <= kernel.start
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_both_lanes_are_recorded(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, recorded)
-
-
-def partial_sums(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_the_lane_that_signals_is_recorded(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     x, weight = torch.randn(3 * W, 4), torch.randn(4, 5)
     with simulation(), tuning.forced("shards"), symm_cp.trace() as recording:
@@ -71,18 +68,11 @@ def partial_sums(group: dist.ProcessGroup) -> None:
         assert kernel.end <= signal.end
 
 
-def test_the_lane_that_signals_is_recorded(ranks: Ranks) -> None:
-    ranks.run(3, partial_sums)
-
-
-def in_the_background(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_what_is_in_the_background(group: dist.ProcessGroup) -> None:
     with simulation(), symm_cp.trace() as recording:
         gather = device_kernels["_low_contention_all_gather"]
         torch.ops._c10d_functional.wait_tensor(gather(torch.ones(8), group.group_name))
     events = recording.timeline.events
     assert {event.op.split()[0] for event in events} == {"_low_contention_all_gather"}
     assert any(isinstance(event.step, Copy) for event in on(events, "copy"))
-
-
-def test_what_is_in_the_background(ranks: Ranks) -> None:
-    ranks.run(2, in_the_background)

@@ -103,7 +103,8 @@ def seen_by_torch(group: dist.ProcessGroup) -> list[Any]:
     return [during, after, seen()]
 
 
-def alone(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_a_rank_alone_meets_nobody(group: dist.ProcessGroup) -> None:
     own, x, weight = dist.new_group([0]), torch.randn(4, 6), torch.randn(6, 5)
     with simulation(), mock.patch.object(symmetric, "map_peers", side_effect=AssertionError):
         out = symm_cp.all_gather_matmul(x, weight, gather_dim=0, group=own)
@@ -114,10 +115,6 @@ def alone(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(out, x @ weight)
     assert q.grad is not None
     dist.destroy_process_group(own)
-
-
-def test_a_rank_alone_meets_nobody(ranks: Ranks) -> None:
-    ranks.run(1, alone)
 
 
 def test_torch_sets_up_no_multicast_and_compares_no_ordinals(ranks: Ranks) -> None:

@@ -48,7 +48,10 @@ def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
 DTYPES = [torch.float32, torch.complex64, torch.complex128, torch.int32, torch.uint8, torch.float16]
 
 
-def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
+@MODES
+@WORLD_SIZES
+@pytest.mark.ranks
+def test_low_contention(group: dist.ProcessGroup, world_size: int, mode: dict[str, Any]) -> None:
     rank, W = group.rank(), group.size()
     with simulation(**mode) as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 16)
@@ -68,12 +71,6 @@ def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
             assert torch.equal(wait(gathered), rows.flatten(0, 1))
             total = rows.sum(0, dtype=dtype) if op == "sum" else rows.mean(0)
             torch.testing.assert_close(wait(scattered), total.chunk(W)[rank])
-
-
-@MODES
-@WORLD_SIZES
-def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
-    ranks.run(world_size, transfers, mode)
 
 
 def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
@@ -107,8 +104,12 @@ def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks) ->
     ranks.run(3, begun_before_the_peers, mode)
 
 
-def grown_beside_a_late_peer(group: dist.ProcessGroup) -> None:
-    """A group's workspace is replaced while rank 0 waits for its peers' call of another group."""
+@pytest.mark.ranks(2)
+def test_a_workspace_is_freed_when_no_call_waits(group: dist.ProcessGroup) -> None:
+    """Freeing waits for the device, and so for peers, which may wait for this rank.
+
+    A group's workspace is replaced while rank 0 waits for its peers' call of another group.
+    """
     W, rank, store = group.size(), group.rank(), dist.distributed_c10d._get_default_store()
     own, rows = dist.new_group(list(range(W))), stacked(group, 3, 5)
     with simulation(one_queue=False, lazy_loading=False) as made:
@@ -137,13 +138,12 @@ def grown_beside_a_late_peer(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(own)
 
 
-def test_a_workspace_is_freed_when_no_call_waits(ranks: Ranks) -> None:
-    """Freeing waits for the device, and so for peers, which may wait for this rank."""
-    ranks.run(2, grown_beside_a_late_peer)
+@pytest.mark.ranks(2)
+def test_no_call_begins_while_a_workspace_is_freed(group: dist.ProcessGroup) -> None:
+    """The peer makes its part of that call later than it needs the freeing rank.
 
-
-def grown_while_a_call_begins(group: dist.ProcessGroup) -> None:
-    """Rank 0's other thread tries to begin a call just before the old workspace is freed."""
+    Rank 0's other thread tries to begin a call just before the old workspace is freed.
+    """
     W, rank = group.size(), group.rank()
     own, other = dist.new_group(list(range(W))), dist.new_group(list(range(W)))
     with simulation(patience_ms=5000) as made, ThreadPoolExecutor(1) as pool:
@@ -173,12 +173,11 @@ def grown_while_a_call_begins(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(other)
 
 
-def test_no_call_begins_while_a_workspace_is_freed(ranks: Ranks) -> None:
-    """The peer makes its part of that call later than it needs the freeing rank."""
-    ranks.run(2, grown_while_a_call_begins)
-
-
-def dropped(group: dist.ProcessGroup, plan_at: int) -> None:
+@pytest.mark.parametrize("plan_at", [-1, 0])
+@pytest.mark.ranks(2)
+def test_a_result_that_is_dropped_stays_until_its_transfer_has_ended(
+    group: dist.ProcessGroup, plan_at: int
+) -> None:
     """Rank 0 drops a result before its peers begin the transfer."""
     rank, store = group.rank(), dist.distributed_c10d._get_default_store()
     key = f"rank 0 has dropped it {plan_at}"
@@ -198,13 +197,6 @@ def dropped(group: dist.ProcessGroup, plan_at: int) -> None:
         made.synchronize()
         wait(begin())
         assert result() is None
-
-
-@pytest.mark.parametrize("plan_at", [-1, 0])
-def test_a_result_that_is_dropped_stays_until_its_transfer_has_ended(
-    ranks: Ranks, plan_at: int
-) -> None:
-    ranks.run(2, dropped, plan_at)
 
 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
@@ -256,7 +248,8 @@ def test_symmetric_tensors_are_read_in_place(ranks: Ranks, world_size: int) -> N
             assert count["copies"] == 0
 
 
-def epochs_end(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_a_workspace_is_replaced_before_its_epochs_end(group: dist.ProcessGroup) -> None:
     with simulation() as made:
         state = memory.resolve(group)
         space = cuda.workspace(state, made, "sync", 1 << 12)
@@ -271,11 +264,8 @@ def epochs_end(group: dist.ProcessGroup) -> None:
         assert cuda.workspace(state, made, "sync", 1 << 12).epoch == 4
 
 
-def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks) -> None:
-    ranks.run(3, epochs_end)
-
-
-def capture_refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_capture_does_not_grow_a_workspace(group: dist.ProcessGroup) -> None:
     rows = stacked(group, 4, 4)
     weight = torch.eye(4)
 
@@ -295,11 +285,8 @@ def capture_refuses(group: dist.ProcessGroup) -> None:
         assert torch.equal(call(), expected)
 
 
-def test_a_capture_does_not_grow_a_workspace(ranks: Ranks) -> None:
-    ranks.run(2, capture_refuses)
-
-
-def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_workspaces_of_graphs_outlive_growth(group: dist.ProcessGroup) -> None:
     """A later, larger reserve must not free a workspace that a captured graph uses."""
     own = dist.new_group(list(range(group.size())))
     with simulation() as made:
@@ -314,10 +301,6 @@ def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
         state.close()
         assert not list(made_here.all())
     dist.destroy_process_group(own)
-
-
-def test_workspaces_of_graphs_outlive_growth(ranks: Ranks) -> None:
-    ranks.run(2, graph_workspaces_stay)
 
 
 def test_a_driver_that_is_not_there_is_named() -> None:
@@ -346,7 +329,8 @@ def test_override_puts_kernels_over_torchs_and_takes_them_back(
     override.undo()  # a second call does nothing
 
 
-def waits_there(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_transfers_are_waited_for_on_their_device(group: dist.ProcessGroup) -> None:
     """The waiting stream is the current one of the op's device, not of the thread's device."""
     x, inside = torch.randn(4, 4), []
 
@@ -372,7 +356,3 @@ def waits_there(group: dist.ProcessGroup) -> None:
             seen: list[bool] = []
             wait(gathered)
         assert seen == [True]
-
-
-def test_transfers_are_waited_for_on_their_device(ranks: Ranks) -> None:
-    ranks.run(2, waits_there)

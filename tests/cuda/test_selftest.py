@@ -218,11 +218,8 @@ def test_a_rank_that_dies_in_the_self_test_is_named(ranks: Ranks) -> None:
         assert "rank 1 of group" in survivor.result[0]
 
 
-def test_the_self_test_is_not_captured(ranks: Ranks) -> None:
-    ranks.run(1, captured_at_first)
-
-
-def captured_at_first(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_the_self_test_is_not_captured(group: dist.ProcessGroup) -> None:
     with (
         simulation(graph=True) as device,
         pytest.raises(RuntimeError, match=r"symm_cp\.reserve\(group, nbytes, device='cpu'\)"),

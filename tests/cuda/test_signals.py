@@ -96,7 +96,8 @@ def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
         assert [re.sub(r"^\w+: (?=symm_cp: )", "", error) for error in errors] == expected, errors
 
 
-def in_threads(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_threads_need_no_current_context(group: dist.ProcessGroup) -> None:
     """Calls ops in threads without a current context, as threads of autograd do."""
     with simulation(contexts=True) as made:
         # Where a workspace is made, torch has just allocated its memory: there is a context.
@@ -133,10 +134,6 @@ def in_threads(group: dist.ProcessGroup) -> None:
         assert context.value is None
         alone(lambda: a_call(group))
         assert raised == []
-
-
-def test_threads_need_no_current_context(ranks: Ranks) -> None:
-    ranks.run(2, in_threads)
 
 
 def test_the_device_is_current_when_torch_is_asked_about_its_stream(

@@ -154,7 +154,11 @@ def test_matmuls_by_tiles(
         assert [outcome.failure for outcome in running.outcomes(120)] == [""] * world_size
 
 
-def elsewhere(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", [{"graph": True}, {"passes": False}, {"polls": False}], ids=str)
+@pytest.mark.ranks(2)
+def test_where_kernels_and_streams_cannot_wait_for_each_other(
+    group: dist.ProcessGroup, mode: dict[str, Any]
+) -> None:
     from tests.cuda.simulated import SimulatedDevice, simulation
 
     x, w = torch.randn(4, 8), torch.randn(8, 3)
@@ -167,10 +171,3 @@ def elsewhere(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
         symm_cp.cuda.reserve_on(memory.resolve(group), made, 1 << 12)
         got = symm_cp.all_gather_matmul(x, w, group=group)
         assert got.shape == (4 * group.size(), 3)
-
-
-@pytest.mark.parametrize("mode", [{"graph": True}, {"passes": False}, {"polls": False}], ids=str)
-def test_where_kernels_and_streams_cannot_wait_for_each_other(
-    ranks: Ranks, mode: dict[str, Any]
-) -> None:
-    ranks.run(2, elsewhere, mode)

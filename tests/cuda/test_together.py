@@ -19,13 +19,19 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.ops.attention import kernels, together
 from symm_cp.schedule import head_tail, sequential
-from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import exhaustive
 from tests.ops import test_attention
 
 
-def called(group: dist.ProcessGroup) -> None:
+def wrapped(module: Any, name: str) -> Any:
+    """Returns a context that counts the calls of a function."""
+    return unittest.mock.patch.object(module, name, wraps=getattr(module, name))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.ranks
+def test_it_runs_where_it_is_forced(group: dist.ProcessGroup, world_size: int) -> None:
     """It runs where it is forced and fits, with the expected number of kernels in each pass."""
     W, rank = group.size(), group.rank()
     test_case = test_attention.Case
@@ -61,17 +67,9 @@ def called(group: dist.ProcessGroup) -> None:
             assert expected is None or found == (expected, expected), (case, found)
 
 
-def wrapped(module: Any, name: str) -> Any:
-    """Returns a context that counts the calls of a function."""
-    return unittest.mock.patch.object(module, name, wraps=getattr(module, name))
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_it_runs_where_it_is_forced(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, called)
-
-
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.ranks
+def test_what_does_not_fit_goes_by_shards(group: dist.ProcessGroup, world_size: int) -> None:
     """Batches, soft caps, windows and calls that need too many bytes go by shards."""
     W, calls = group.size(), 0
 
@@ -96,13 +94,11 @@ def refused(group: dist.ProcessGroup) -> None:
             symm_cp.all_gather_attention(q, q, q, group=group)
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_what_does_not_fit_goes_by_shards(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, refused)
-
-
-def under_modes(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=exhaustive) for n in (3, 4))])
+@pytest.mark.ranks
+def test_under_modes(group: dist.ProcessGroup, world_size: int) -> None:
     """Autocast, checkpoints, inference mode and torch.compile agree with dense attention."""
+    seed = int(torch.randint(1 << 30, ()))
     W, rank = group.size(), group.rank()
     balancer = symm_cp.HeadTail(12 * W, W)
     rows = balancer.positions(rank)
@@ -147,8 +143,3 @@ def under_modes(group: dist.ProcessGroup, seed: int) -> None:
         for mine, exact in zip(low, expected, strict=True):
             assert (mine - exact).norm() < 0.05 * exact.norm()
         assert used.call_count == 1 + 2 + 1 + 1 + 1
-
-
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=exhaustive) for n in (3, 4))])
-def test_under_modes(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, under_modes, int(torch.randint(1 << 30, ())))

@@ -17,7 +17,6 @@ import symm_cp
 from symm_cp import native
 from symm_cp.cuda import Verdict
 from symm_cp.cuda.gpu import CudaDevice
-from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulated_device, simulation
 
 # What a user of torch's ops sees, before and after the import.
@@ -180,7 +179,8 @@ def _call_cuda_kernel(name: str, *args: Any) -> Any:
     return getattr(torch.ops.symm_mem, name).default.redispatch(keys, *args)
 
 
-def falls_back(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_without_a_passed_self_test_torchs_kernels_stay(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     expected = symm_cp.matmul_reduce_scatter(x, w, group=group)
     mock, torchs = unittest.mock, torch.full((2,), 7.0)
@@ -201,7 +201,3 @@ def falls_back(group: dist.ProcessGroup) -> None:
     (line,) = lines
     assert line.startswith("override_cuda_ops: torch's kernels stay in use for group")
     assert line.endswith("the trial timed out")
-
-
-def test_without_a_passed_self_test_torchs_kernels_stay(ranks: Ranks) -> None:
-    ranks.run(2, falls_back)

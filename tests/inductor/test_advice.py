@@ -92,7 +92,8 @@ def test_lines_and_one_report(ranks: Ranks) -> None:
     ranks.run(2, names_lines, timeout=100)
 
 
-def watches(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_eager_advice(group: dist.ProcessGroup) -> None:
     x, w, scale = torch.randn(8, 16), torch.randn(16, 4), torch.rand(16)
 
     def found(fn: Any) -> dict[str, Any]:
@@ -114,10 +115,6 @@ def watches(group: dist.ProcessGroup) -> None:
     for fn in (lambda x: x.softmax(0), lambda x: x - x.mean(0), lambda x: x / x.max()):
         assert found(lambda fn=fn: fn(gather()) @ w)["could_be"] is None
     assert found(lambda: gather() @ w)["reason"].startswith("it is next to mm")
-
-
-def test_eager_advice(ranks: Ranks) -> None:
-    ranks.run(2, watches)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -56,16 +56,14 @@ def test_inductor(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
     ranks.run(world_size, generates_code, dtype, draw_seed(), timeout=300)
 
 
-def over_hosts(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.ranks(2)
+def test_groups_over_hosts(group: dist.ProcessGroup) -> None:
     """A graph that was compiled, or cached, for one host runs where the ranks are on two."""
+    seed = draw_seed()
     with spread_out(group, "01") as wide:
         inputs = draw(group, seed, (4, 6), (6, 5), requires_grad=False)
         compiled = compare(lambda x, w: (reduce(x @ w, wide), reduce(x, wide)), inputs)
         assert not [op for op in compiled.ops if C10D in op]
-
-
-def test_groups_over_hosts(ranks: Ranks) -> None:
-    ranks.run(2, over_hosts, draw_seed())
 
 
 def lists_all(group: dist.ProcessGroup) -> None:
@@ -136,7 +134,8 @@ def test_explain_lists_every_collective(ranks: Ranks) -> None:
     ranks.run(2, lists_all, timeout=300)
 
 
-def left_to_torch(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_options_and_passes_of_torch(group: dist.ProcessGroup) -> None:
     """torch's own passes combine small all-reduces; all-reduces of products are fused."""
     inputs = torch.randn(4, 6), torch.randn(6, 5)
 
@@ -155,7 +154,3 @@ def left_to_torch(group: dist.ProcessGroup) -> None:
                 for o in options}) == 3  # fmt: skip
     compiled = through_passes(fn, inputs, options[2])
     assert [d.runs_as for d in compiled.report.decisions] == ["_all_reduce"] * 2
-
-
-def test_options_and_passes_of_torch(ranks: Ranks) -> None:
-    ranks.run(2, left_to_torch)

@@ -35,22 +35,6 @@ def part(x: torch.Tensor, group: dist.ProcessGroup, rows_first: bool) -> torch.T
     return chunk.clone(memory_format=torch.contiguous_format)
 
 
-def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
-    program, W = PROGRAMS[name], group.size()
-    whole = whole_inputs(W, program.rows_first, train)
-    results, grads = run(functools.partial(program, None), whole)
-    of = functools.partial(part, group=group, rows_first=program.rows_first)
-    inputs = [of(whole[0]).requires_grad_(train), *whole[1:]]
-    compiled = through_passes(functools.partial(program, group), inputs, Options())
-    torch.testing.assert_close(compiled.results[0], of(results[0]))
-    if train:
-        torch.testing.assert_close(compiled.grads[0], of(grads[0]))
-        for got, want in zip(compiled.grads[1:], grads[1:], strict=True):
-            dist.all_reduce(got, group=group)
-            torch.testing.assert_close(got, want)
-    check_ops(compiled, program.rotated, train)
-
-
 def check_ops(compiled: Any, rotated: bool, train: bool) -> None:
     """Queries, keys and values share one op; if rotated, only the values are fused."""
     count = {
@@ -73,8 +57,23 @@ REST = [
 
 
 @pytest.mark.parametrize(("world_size", "name", "train"), some(*ON_TWO[:1], of=[*ON_TWO, *REST]))
-def test_attention_by_heads(ranks: Ranks, world_size: int, name: str, train: bool) -> None:
-    ranks.run(world_size, check, name, train)
+@pytest.mark.ranks
+def test_attention_by_heads(
+    group: dist.ProcessGroup, world_size: int, name: str, train: bool
+) -> None:
+    program, W = PROGRAMS[name], group.size()
+    whole = whole_inputs(W, program.rows_first, train)
+    results, grads = run(functools.partial(program, None), whole)
+    of = functools.partial(part, group=group, rows_first=program.rows_first)
+    inputs = [of(whole[0]).requires_grad_(train), *whole[1:]]
+    compiled = through_passes(functools.partial(program, group), inputs, Options())
+    torch.testing.assert_close(compiled.results[0], of(results[0]))
+    if train:
+        torch.testing.assert_close(compiled.grads[0], of(grads[0]))
+        for got, want in zip(compiled.grads[1:], grads[1:], strict=True):
+            dist.all_reduce(got, group=group)
+            torch.testing.assert_close(got, want)
+    check_ops(compiled, program.rotated, train)
 
 
 def in_any_order(group: dist.ProcessGroup, seed: int) -> None:
@@ -127,7 +126,10 @@ def test_lengths_that_are_not_known(ranks: Ranks) -> None:
     ranks.run(2, lengths, timeout=300)
 
 
-def under_autocast(group: dist.ProcessGroup, name: str) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.ranks(2)
+def test_under_autocast(group: dist.ProcessGroup, name: str) -> None:
     """Compiled results are about as far from float64 results as eager ones."""
     program = functools.partial(PROGRAMS[name], group)
     whole = whole_inputs(group.size(), PROGRAMS[name].rows_first, True)
@@ -146,12 +148,6 @@ def under_autocast(group: dist.ProcessGroup, name: str) -> None:
         assert got.dtype == other.dtype
         least = 1e-2 * float(right.norm())
         assert (got - right).norm() <= 2 * (other - right).norm() + least
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", list(PROGRAMS))
-def test_under_autocast(ranks: Ranks, name: str) -> None:
-    ranks.run(2, under_autocast, name)
 
 
 def stays(group: dist.ProcessGroup) -> None:
@@ -173,7 +169,8 @@ def test_other_exchanges_stay_as_they_are(ranks: Ranks) -> None:
     ranks.run(2, stays, timeout=300)
 
 
-def apart(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_results_do_not_share_memory(group: dist.ProcessGroup) -> None:
     """Results keep separate memory: overwriting one does not change the others."""
 
     def two(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -187,11 +184,9 @@ def apart(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(compiled.results[1:], run(two, inputs)[0][1:])
 
 
-def test_results_do_not_share_memory(ranks: Ranks) -> None:
-    ranks.run(2, apart)
-
-
-def into_arguments(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(2)
+def test_memory_of_the_caller(group: dist.ProcessGroup) -> None:
     """Collectives write to tensors that the caller passed in, and the program then reads these."""
     W = group.size()
 
@@ -227,12 +222,9 @@ def into_arguments(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close([got, *inputs], [*want, *changed])
 
 
-@exhaustive
-def test_memory_of_the_caller(ranks: Ranks) -> None:
-    ranks.run(2, into_arguments)
-
-
-def with_options(group: dist.ProcessGroup) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_options(group: dist.ProcessGroup) -> None:
     program = functools.partial(PROGRAMS["functional"], group)
     inputs = [of.detach() for of in whole_inputs(group.size(), False, False)]
     inputs[0] = part(inputs[0], group, False)
@@ -247,11 +239,6 @@ def with_options(group: dist.ProcessGroup) -> None:
     flops = 2.0 * B * s * D * 2 * group.size() * E
     report = through_passes(program, inputs, Options(min_flops=2 * flops)).report
     assert [d.fused_into for d in report.fused] == ["project_to_heads"] * 3, str(report)
-
-
-@pytest.mark.exhaustive
-def test_options(ranks: Ranks) -> None:
-    ranks.run(2, with_options)
 
 
 def compiles(group: dist.ProcessGroup) -> None:

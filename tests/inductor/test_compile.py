@@ -384,11 +384,8 @@ def test_user_code_compiles_without_graph_breaks(ranks: Ranks, world_size: int) 
 
 
 @pytest.mark.exhaustive
-def test_the_passes_take_time_in_proportion_to_the_graph(ranks: Ranks) -> None:
-    ranks.run(1, large_graph)
-
-
-def large_graph(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_the_passes_take_time_in_proportion_to_the_graph(group: dist.ProcessGroup) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def layers(count: int, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

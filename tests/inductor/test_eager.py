@@ -135,7 +135,8 @@ def test_what_could_be_fused(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, watched)
 
 
-def changes_nothing(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_watcher_changes_nothing(group: dist.ProcessGroup) -> None:
     """Every op with a gradient, and steps of whole models, give the same bits under a watcher."""
     for name, call in calls(group).items():
         plain = trained(call)
@@ -154,7 +155,3 @@ def changes_nothing(group: dist.ProcessGroup) -> None:
             found.append([step.loss, *(p.grad for p in model.parameters())])
         for one, other in zip(*found, strict=True):
             assert one is other is None or torch.equal(one, other), name
-
-
-def test_a_watcher_changes_nothing(ranks: Ranks) -> None:
-    ranks.run(2, changes_nothing)

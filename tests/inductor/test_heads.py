@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.inductor.options import Options
-from symm_cp.testing import Ranks
 from tests.inductor.graphs import compare
 
 D, E = 6, 2
@@ -74,7 +73,11 @@ FUSED: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.ranks(2)
+def test_projections_are_fused(group: dist.ProcessGroup, name: str, train: bool) -> None:
     graphs = Graphs(group)
     fn: Callable[..., Any] = getattr(graphs, name)
     # Tensors that are not used have no gradient.
@@ -97,10 +100,3 @@ def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
     off = compare(fn, inputs, Options(context_parallel=False)).report
     assert not off.fused, str(off)
     assert "exchange_heads" in off.text()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", FUSED)
-def test_projections_are_fused(ranks: Ranks, name: str, train: bool) -> None:
-    ranks.run(2, check, name, train)

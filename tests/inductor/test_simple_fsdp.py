@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 
 from symm_cp import inductor
 from symm_cp.inductor.decisions import recording
-from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.inductor.graphs import without_kernels
 
@@ -39,7 +38,10 @@ class FeedForward(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def trains(group: dist.ProcessGroup, bucketed: bool, seed: int) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.ranks(2)
+def test_simple_fsdp(group: dist.ProcessGroup, bucketed: bool) -> None:
+    seed = int(torch.randint(1 << 30, ()))
     torch._dynamo.reset()
     torch.manual_seed(seed)
     alone = nn.Sequential(*(FeedForward() for _ in range(LAYERS))).double()
@@ -69,8 +71,3 @@ def trains(group: dist.ProcessGroup, bucketed: bool, seed: int) -> None:
     assert len(report.left) == 2 * LAYERS, report
     for left in report.left:
         assert "takes the gathered tensor as its right operand" in left.reason, report
-
-
-@pytest.mark.parametrize("bucketed", [False, True])
-def test_simple_fsdp(ranks: Ranks, bucketed: bool) -> None:
-    ranks.run(2, trains, bucketed, int(torch.randint(1 << 30, ())))

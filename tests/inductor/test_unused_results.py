@@ -17,7 +17,6 @@ from torch._inductor.utils import fresh_cache
 
 import symm_cp
 from symm_cp.inductor.options import Options
-from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.inductor.graphs import close, compare, draw, run, through_passes, without_kernels
 
@@ -29,7 +28,9 @@ def compares(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], backend: st
     close([*got, *got_grads], [*want, *grads])
 
 
-def empty_parts(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_empty_parts(group: dist.ProcessGroup, world_size: int) -> None:
     """A rank without rows takes part in the gather and in its gradient."""
     sizes = [3] + [0] * (group.size() - 1)
     inputs = draw(group, 0, *[(1, 2, sizes[group.rank()], 4)] * 2)
@@ -41,12 +42,9 @@ def empty_parts(group: dist.ProcessGroup) -> None:
         compares(gather, inputs, "inductor")
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_empty_parts(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, empty_parts)
-
-
-def used_by_one(group: dist.ProcessGroup, grad: bool) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.ranks(2)
+def test_used_by_one_rank(group: dist.ProcessGroup, grad: bool) -> None:
     """Only rank 0 returns what it gathered first, as a rank does that logs."""
     inputs = draw(group, 0, (4, 6), (6, 6), requires_grad=grad)
 
@@ -64,12 +62,8 @@ def used_by_one(group: dist.ProcessGroup, grad: bool) -> None:
     assert ops.count("symm_cp.keep.default") == (group.rank() > 0), ops
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_used_by_one_rank(ranks: Ranks, grad: bool) -> None:
-    ranks.run(2, used_by_one, grad)
-
-
-def reduced_for_one(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_reduced_for_one_rank(group: dist.ProcessGroup) -> None:
     """The passes replace an all-reduce, which torch keeps, and a matmul before it."""
     inputs = draw(group, 0, (4, 6), (6, 6), requires_grad=False)
 
@@ -78,7 +72,3 @@ def reduced_for_one(group: dist.ProcessGroup) -> None:
         return [x + 1, *(sums if group.rank() == 0 else [])]
 
     compare(multiply, inputs)
-
-
-def test_reduced_for_one_rank(ranks: Ranks) -> None:
-    ranks.run(2, reduced_for_one)

@@ -69,18 +69,15 @@ def test_decoders(
     ranks.run(world_size, checks, MODELS[name], *batch, layout)
 
 
-def encodes(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(3)
+def test_encoders(group: dist.ProcessGroup) -> None:
     for layout in BALANCERS:
         for name in ("bert", "roberta"):
             check_encoder(group, ENCODERS[name], masked_batch(2, padding=False), layout)
         for name in ("t5", "bart"):
             batch = pair_batch(6, 2, padding=False)  # 3 ranks hold two rows, and one or padding
             check_encoder(group, SEQ2SEQ[name], batch, layout)
-
-
-@exhaustive
-def test_encoders(ranks: Ranks) -> None:
-    ranks.run(3, encodes)
 
 
 @exhaustive
@@ -154,7 +151,21 @@ def layer(kind: str, length: int) -> Layer:
     return Layer(kind, length).double()
 
 
-def attends(group: dist.ProcessGroup, kind: str, length: int) -> None:
+KINDS = ["causal", "whole", "mask", "flex", "varlen"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "world_size"),
+    some(
+        ("causal", 2, 3),
+        ("varlen", 1, 3),
+        of=pairs(KINDS, (1, 2, 3), (2, 3, 4), also=(("causal", 2, 3), ("varlen", 1, 3))),
+    ),
+)
+@pytest.mark.ranks
+def test_attention_of_torch(
+    group: dist.ProcessGroup, world_size: int, kind: str, length: int
+) -> None:
     ids = torch.randint(VOCABULARY, (2, length))
     batch = {"input_ids": ids, "labels": torch.randint(VOCABULARY, ids.shape)}
     one = symm_cp.Sequential(length, 1)
@@ -175,21 +186,6 @@ def attends(group: dist.ProcessGroup, kind: str, length: int) -> None:
     for result in results[1:]:
         for got, want in zip(result, results[0], strict=True):
             torch.testing.assert_close(got, want, **CLOSE)
-
-
-KINDS = ["causal", "whole", "mask", "flex", "varlen"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "length", "world_size"),
-    some(
-        ("causal", 2, 3),
-        ("varlen", 1, 3),
-        of=pairs(KINDS, (1, 2, 3), (2, 3, 4), also=(("causal", 2, 3), ("varlen", 1, 3))),
-    ),
-)
-def test_attention_of_torch(ranks: Ranks, kind: str, length: int, world_size: int) -> None:
-    ranks.run(world_size, attends, kind, length)
 
 
 # --- refusals ----------------------------------------------------------------------------------

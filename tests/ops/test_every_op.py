@@ -218,7 +218,9 @@ def test_compiled_by_inductor(ranks: Ranks, world_size: int, turn: int) -> None:
 # --- torch.library.opcheck -------------------------------------------------------------------
 
 
-def passes_opcheck(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.ranks
+def test_opcheck(group: dist.ProcessGroup, world_size: int) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for op in declared():
         # opcheck refuses torch's wait_tensor, whose result is its argument, and which these call.
@@ -237,8 +239,3 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
                 torch.library.opcheck(op.overload, args, kwargs, test_utils=checks[narrow:])
             except Exception as error:
                 raise AssertionError(f"{op.name}: {error}") from error
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_opcheck(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, passes_opcheck)

@@ -99,7 +99,8 @@ def test_exchanges_and_gradients(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, exchanges)
 
 
-def several(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_several_tensors_travel_together(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     q, k, v = (
         torch.randn(1, 2 * W, 4 * W, 8),
@@ -119,11 +120,9 @@ def several(group: dist.ProcessGroup) -> None:
     assert torch.equal(local[0].grad, torch.zeros_like(local[0]))
 
 
-def test_several_tensors_travel_together(ranks: Ranks) -> None:
-    ranks.run(3, several)
-
-
-def long(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.ranks
+def test_many_pieces(group: dist.ProcessGroup, world_size: int) -> None:
     """Tensors that need several pieces of the slot, some with rows larger than a piece."""
     W, rank = group.size(), group.rank()
     for shape in ((1, 2 * W, 700 * W, 64), (3, W, 8 * W, 40000), (70, W, 20 * W, 8)):
@@ -137,12 +136,8 @@ def long(group: dist.ProcessGroup) -> None:
         assert torch.equal(back, x)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_many_pieces(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, long)
-
-
-def refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     x = torch.zeros(1, 4, 3, 2)
     one: dict[str, Any] = {"group": group}
     with pytest.raises(ValueError, match="must have 4 dimensions"):
@@ -166,11 +161,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     symm_cp.sequence_to_heads(x, **one)
 
 
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)
-
-
-def disagree(group: dist.ProcessGroup) -> None:
+@device.devices("cpu")
+@pytest.mark.ranks(2)
+def test_notices_ranks_that_disagree(group: dist.ProcessGroup) -> None:
     x = torch.zeros(1, 4, 3 + group.rank(), 2)
     with pytest.raises(RuntimeError, match="disagree"):
         symm_cp.sequence_to_heads(x, group=group)
@@ -178,11 +171,8 @@ def disagree(group: dist.ProcessGroup) -> None:
 
 
 @device.devices("cpu")
-def test_notices_ranks_that_disagree(ranks: Ranks) -> None:
-    ranks.run(2, disagree)
-
-
-def one_rank_refuses(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_that_refuses_tells_the_others(group: dist.ProcessGroup) -> None:
     x, w = torch.zeros(1, 4, 3, 2), torch.zeros(3, 8)
     with pytest.raises(
         (ValueError, RuntimeError), match=r"sequence_to_heads: .*must have 4 dimensions"
@@ -192,8 +182,3 @@ def one_rank_refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises((TypeError, RuntimeError), match=r"ulysses_projection: .*they must agree"):
         symm_cp.ulysses_projection(torch.zeros(1, 3, 3), weight, features=2, group=group)
     symm_cp.sequence_to_heads(x, group=group)
-
-
-@device.devices("cpu")
-def test_a_rank_that_refuses_tells_the_others(ranks: Ranks) -> None:
-    ranks.run(2, one_rank_refuses)

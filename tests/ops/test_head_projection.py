@@ -118,7 +118,9 @@ def test_output_projection(ranks: Ranks, world_size: int, dtype: torch.dtype, un
     ranks.run(world_size, collects, uneven, dtype)
 
 
-def refuses(group: dist.ProcessGroup) -> None:
+@device.devices("cpu")
+@pytest.mark.ranks(2)
+def test_refuses_what_does_not_fit(group: dist.ProcessGroup) -> None:
     x, w = torch.zeros(1, 3, 4), torch.zeros(4, 8)
 
     def project(x: Any, w: Any, **options: Any) -> None:
@@ -138,8 +140,3 @@ def refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(TypeError, match=r"weight is torch.float64"):
         symm_cp.ulysses_output_projection(y, w.double(), group=group)
     project(x, w)
-
-
-@device.devices("cpu")
-def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
-    ranks.run(2, refuses)

@@ -123,7 +123,10 @@ def test_groups_of_heads_are_apart() -> None:
     assert len(shares_of("op", 8, 2, 3).in_groups(4)) == 1
 
 
-def grouped(group: dist.ProcessGroup, seed: int) -> None:
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+@pytest.mark.ranks
+def test_one_group_of_heads_after_the_other(group: dist.ProcessGroup, world_size: int) -> None:
+    seed = random.randrange(1 << 30)
     chosen, W = random.Random(seed), group.size()
     heads = ({"heads": 8, "kv_heads": 8}, {"heads": 4 * W, "kv_heads": 2 * W})
     with mock.patch.object(ulysses, "_groups", return_value=3):
@@ -137,15 +140,11 @@ def grouped(group: dist.ProcessGroup, seed: int) -> None:
                 flex.compare(group, case, balancer, case.block_mask(), shape=shape, method=ULYSSES)
 
 
-@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
-def test_one_group_of_heads_after_the_other(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, grouped, random.randrange(1 << 30))
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
-def refused(group: dist.ProcessGroup) -> None:
+@pytest.mark.ranks(3)
+def test_bad_calls_are_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
     W, name = group.size(), group.group_name
     few = torch.randn(1, W - 1, 4, 8)
     layout = sequential(4 * W, W)
@@ -169,11 +168,9 @@ def refused(group: dist.ProcessGroup) -> None:
     assert OP(q, q, q, name, method="ulysses")[0].isfinite().all()
 
 
-def test_bad_calls_are_refused_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(3, refused)
-
-
-def refused_in_a_mesh(group: dist.ProcessGroup) -> None:
+@exhaustive
+@pytest.mark.ranks(4)
+def test_a_rank_of_a_mesh_tells_all_others(group: dist.ProcessGroup) -> None:
     """A rank that fails tells the ranks that exchange heads with it and those that gather keys."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     name, method = split_by("op", mesh, ("ulysses", "allgather"))
@@ -181,8 +178,3 @@ def refused_in_a_mesh(group: dist.ProcessGroup) -> None:
     wrong = q[..., :7] if group.rank() == 3 else q
     with pytest.raises((ValueError, RuntimeError), match="key of shape"):
         OP(q, wrong, q, name, **method.as_options())
-
-
-@exhaustive
-def test_a_rank_of_a_mesh_tells_all_others(ranks: Ranks) -> None:
-    ranks.run(4, refused_in_a_mesh)

@@ -40,8 +40,9 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    address = tensor.data_ptr() % ALIGN if tensor.numel() else 0
-    return address, tuple(tensor.shape), tensor.stride()
+    if not tensor.numel():  # a library reads nothing
+        return 0, tuple(tensor.shape), ()
+    return tensor.data_ptr() % ALIGN, tuple(tensor.shape), tensor.stride()
 
 
 class Watch(TorchDispatchMode):

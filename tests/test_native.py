@@ -560,7 +560,7 @@ def test_every_c_function_that_python_calls_is_declared() -> None:
         name
         for folder in ("symm_cp", "tests", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
-        for name in re.findall(r"\.(symm_cp_\w+)\(", path.read_text())
+        for name in re.findall(r"\.(symm_cp_(?!hosted_)\w+)\(", path.read_text())
     }
     assert len(called) > 80
     assert called <= declared.functions().keys()

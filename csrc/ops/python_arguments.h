@@ -107,7 +107,9 @@ inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IVa
     if (argument.given_by_default) stack.push_back(*argument.given_by_default);
     return argument.given_by_default.has_value();
   }
-  if (take_usual(argument.kind, given, stack)) return true;
+  const bool usual = take_usual(argument.kind, given, stack);
+  if (PyErr_Occurred() != nullptr) return false;  // a text with a surrogate, a number too large
+  if (usual) return true;
   if (!is_plain(given)) return false;
   try {
     stack.push_back(torch::jit::toIValue(given, argument.type, argument.length));
@@ -144,7 +146,7 @@ inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* con
   stack.reserve(arguments.size());
   for (size_t i = 0; i < arguments.size(); ++i)
     if (!take(arguments[i], by_position[i], stack)) return false;
-  return PyErr_Occurred() == nullptr;
+  return true;
 }
 
 }  // namespace symm_cp::python_arguments

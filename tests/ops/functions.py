@@ -136,7 +136,7 @@ def attention(group: dist.ProcessGroup, rand: Rand) -> dict[str, Call]:
     return (
         {f"attention, {method}": Call(attend(method, **options), inputs) for method in methods}
         | {
-            f"causal attention, {method}": Call(attend(method, is_causal=True), sunk)
+            f"attention, causal, {method}": Call(attend(method, is_causal=True), sunk)
             for method in methods
         }
         | {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Export.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -25,7 +26,16 @@ TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
 
 namespace symm_cp::python_arguments {
 
-enum class Kind { kTensor, kTensors, kNumbers, kText, kOther };
+enum class Kind {
+  kTensor,
+  kTensors,
+  kOptionalTensors,
+  kNumbers,
+  kOptionalDtypes,
+  kFlags,
+  kText,
+  kOther
+};
 
 struct Argument {
   PyObject* name;
@@ -35,6 +45,21 @@ struct Argument {
   std::optional<c10::IValue> given_by_default;
 };
 
+inline Kind kind_of_list(const c10::TypePtr& element) {
+  switch (element->kind()) {
+    case c10::TypeKind::TensorType: return Kind::kTensors;
+    case c10::TypeKind::BoolType: return Kind::kFlags;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType: return Kind::kNumbers;
+    case c10::TypeKind::OptionalType: {
+      const auto inner = element->expectRef<c10::OptionalType>().getElementType()->kind();
+      if (inner == c10::TypeKind::TensorType) return Kind::kOptionalTensors;
+      return inner == c10::TypeKind::ScalarTypeType ? Kind::kOptionalDtypes : Kind::kOther;
+    }
+    default: return Kind::kOther;
+  }
+}
+
 inline Kind kind_of(const c10::TypePtr& type) {
   switch (type->kind()) {
     case c10::TypeKind::TensorType: return Kind::kTensor;
@@ -42,12 +67,7 @@ inline Kind kind_of(const c10::TypePtr& type) {
     case c10::TypeKind::OptionalType:
       return kind_of(type->expectRef<c10::OptionalType>().getElementType());
     case c10::TypeKind::ListType:
-      switch (type->expectRef<c10::ListType>().getElementType()->kind()) {
-        case c10::TypeKind::TensorType: return Kind::kTensors;
-        case c10::TypeKind::IntType:
-        case c10::TypeKind::SymIntType: return Kind::kNumbers;
-        default: return Kind::kOther;
-      }
+      return kind_of_list(type->expectRef<c10::ListType>().getElementType());
     default: return Kind::kOther;
   }
 }
@@ -71,6 +91,15 @@ bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   return true;
 }
 
+// The same for a list whose elements may be None.
+template <class Element, class Is, class To>
+bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
+  using Optional = std::optional<Element>;
+  return take_list<Optional>(
+      given, stack, [&](PyObject* item) { return item == Py_None || is(item); },
+      [&](PyObject* item) { return item == Py_None ? Optional() : Optional(to(item)); });
+}
+
 // Appends an argument of a usual type; returns false if it is of another.
 inline bool take_usual(Kind kind, PyObject* given, std::vector<c10::IValue>& stack) {
   const auto is_tensor = [](PyObject* item) { return THPVariable_CheckExact(item); };
@@ -88,6 +117,18 @@ inline bool take_usual(Kind kind, PyObject* given, std::vector<c10::IValue>& sta
       return text != nullptr;
     }
     case Kind::kTensors: return take_list<at::Tensor>(given, stack, is_tensor, to_tensor);
+    case Kind::kOptionalTensors:
+      return take_optionals<at::Tensor>(given, stack, is_tensor, to_tensor);
+    case Kind::kOptionalDtypes:
+      return take_optionals<int64_t>(
+          given, stack, [](PyObject* item) { return THPDtype_Check(item); },
+          [](PyObject* item) {
+            return static_cast<int64_t>(reinterpret_cast<THPDtype*>(item)->scalar_type);
+          });
+    case Kind::kFlags:
+      return take_list<bool>(
+          given, stack, [](PyObject* item) { return PyBool_Check(item); },
+          [](PyObject* item) { return item == Py_True; });
     case Kind::kNumbers: return take_list<int64_t>(given, stack, is_number, PyLong_AsLongLong);
     default: return false;
   }

@@ -78,5 +78,4 @@ def test_shards_of_several_tensors_come_back_from_memory() -> None:
 def test_without_shapes_all_shards_are_as_the_own_one() -> None:
     shards = Shards([torch.randn(4, 3).t()], 2)
     assert shards.shapes == (((3, 4),),) * 2
-    assert shards.sizes.equal
     assert not shards.contiguous

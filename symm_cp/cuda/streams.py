@@ -69,8 +69,8 @@ class StreamRuntime(BackgroundRuntime):
         addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
         if gathered is not None and split is not None:
             target = (split, tuple(gathered.shape), gathered.element_size())
-        bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
-        bounded &= not call.lanes
+        equal = len(set(shards.shapes)) == 1
+        bounded = gathered is None and equal and ranks >= _BOUNDED_FROM and not call.lanes
         in_place = addresses is not None
         launch = gather_launch(
             rank, shards.sizes, here.slots, in_place, bounded, target, lanes=call.lanes

@@ -222,11 +222,6 @@ class ShardSizes:
         return self.offsets[-1]
 
     @cached_property
-    def equal(self) -> bool:
-        """Whether all ranks' shards have the same size."""
-        return all(sizes == self.parts[0] for sizes in self.parts)
-
-    @cached_property
     def some_empty(self) -> bool:
         """Whether a rank's shard is empty: it has no address, so no shard is read in place."""
         return not all(any(sizes) for sizes in self.parts)

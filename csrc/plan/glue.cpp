@@ -1,6 +1,6 @@
 // Records a call for Python (plan.h): symm_cp/cuda/plans.py calls these functions while it
 // makes the call. Part of the library that needs Python's headers (backend/glue.cpp).
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ScalarOps.h>
 #include <pybind11/pybind11.h>
 
 #include <torch/csrc/Exceptions.h>
@@ -90,11 +90,10 @@ bool arguments_of(const KnownOp& op, PyObject* args, PyObject* kwargs,
                                            : PyDict_GetItem(kwargs, argument.name);
     if (argument.type->kind() == c10::TypeKind::TensorType && given != nullptr &&
         (PyFloat_CheckExact(given) || PyLong_CheckExact(given))) {  // as in `tensor * 2`
-      at::Tensor number = PyFloat_CheckExact(given)
-                              ? at::scalar_tensor(PyFloat_AS_DOUBLE(given), at::kDouble)
-                              : at::scalar_tensor(PyLong_AsLongLong(given), at::kLong);
-      number.unsafeGetTensorImpl()->set_wrapped_number(true);
-      stack.emplace_back(std::move(number));
+      const auto number = PyFloat_CheckExact(given)
+                              ? at::Scalar(PyFloat_AS_DOUBLE(given))
+                              : at::Scalar(static_cast<int64_t>(PyLong_AsLongLong(given)));
+      stack.emplace_back(at::native::wrapped_scalar_tensor(number));  // no mode sees it
     } else if (!take(argument, given, stack)) {
       return false;
     }

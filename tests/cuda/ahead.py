@@ -7,23 +7,26 @@ come from torch's meta kernels, and for our own ops from a run on zeros.
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from symm_cp.cuda.plans import _consists_of_others
+from symm_cp.cuda.plans import _READERS, _consists_of_others
 from symm_cp.ops.op import declared
 
 if TYPE_CHECKING:
     from tests.cuda.simulated import SimulatedDevice
 
+_chance = random.Random()  # ranks' ops differ in number, and tests draw the same on all ranks
 GARBAGE = 0xFF  # in every byte: NaN in all floating types
 
-#: Ops that need the values of tensors on the host.
-_SYNCHRONIZING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "_to_cpu")
+#: Tags of ops that need the values of tensors on the host.
+_SYNCHRONIZING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _ALLOCATING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided",
                "new_result")  # fmt: skip
 
@@ -74,15 +77,22 @@ class Ahead(TorchDispatchMode):
         super().__init__()
         self.device, self.kept = device, kept
 
+    @staticmethod
+    def active() -> Ahead | None:
+        """Returns the one that this thread is inside, if any."""
+        modes = dispatch._get_current_dispatch_mode_stack()
+        return next((mode for mode in modes if isinstance(mode, Ahead)), None)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if (func.namespace, name) in _calls():
+        if func.namespace == "fsdp" or (func.namespace, name) in _calls():
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         if _consists_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if name in _SYNCHRONIZING:
+        reads = func in _READERS and self.device.graph is None
+        if reads or name == "is_nonzero" or not _SYNCHRONIZING.isdisjoint(func.tags):
             self.synchronize(str(func))
             return func(*args, **kwargs)
         if name in _ALLOCATING:
@@ -104,9 +114,21 @@ class Ahead(TorchDispatchMode):
             torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(GARBAGE)
         return made
 
+    def issue(self, name: str, run: Callable[..., None], *used: Any, kind: int = 1) -> None:
+        """Has the current stream call a function with tensors; `kind` as for `Machine.call`."""
+        device, kept = self.device, self.kept
+        if kept is None:
+            used = pytree.tree_map_only(torch.Tensor, _borrowed, used)
+        else:
+            kept.append(used)
+        if not device.capturing():
+            device.machine.load(name, anyway=_chance.random() < 1 / 8)
+        machine_keeps = kept if device.graph is not None else None
+        stream = device.current_stream()
+        device.machine.call(stream, partial(run, *used), kind=kind, name=name, keep=machine_keeps)
+
     def _issue(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        device, kept, schema = self.device, self.kept, func._schema
-        name, called = func.overloadpacket.__name__, str(func)
+        schema, name = func._schema, func.overloadpacket.__name__
         values = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
         written = [(a.alias_info.before_set, a.name) for a in schema.arguments if a.alias_info]
         # By result: the name of the argument that it is, or "".
@@ -127,23 +149,14 @@ class Ahead(TorchDispatchMode):
         made = pytree.tree_map_only(torch.Tensor, self._new, shapes)
         if not written and not _tensors(made):
             return func(*args, **kwargs)
-        used = args, kwargs, _tensors(made)
-        if kept is None:
-            used = pytree.tree_map_only(torch.Tensor, _borrowed, used)
-        else:
-            kept.append(used)
 
-        def run() -> None:
-            args, kwargs, targets = used
+        def run(args: Any, kwargs: Any, targets: list[torch.Tensor]) -> None:
             found = fresh(func(*args, **kwargs))
             for target, value in zip(targets, _tensors(found), strict=True):
                 assert target.stride() == value.stride(), func  # the meta kernel is right
                 target.copy_(value)
 
-        if not device.capturing():
-            device.machine.load(called, anyway=random.random() < 1 / 8)
-        machine_keeps = kept if device.graph is not None else None
-        device.machine.call(device.current_stream(), run, kind=1, name=called, keep=machine_keeps)
+        self.issue(str(func), run, args, kwargs, _tensors(made))
         results = [values[each] if each else made.pop(0) for each in into]
         return results[0] if len(results) == 1 else tuple(results) if results else None
 

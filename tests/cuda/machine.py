@@ -13,16 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch as dispatch
 
 from symm_cp import native
-from tests.cuda.ahead import Ahead
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
@@ -106,47 +103,6 @@ def build_poison() -> str:
     return str(path)
 
 
-def thread_state() -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context for another thread, in which torch's ops run as in the calling one now."""
-    # While a mode's handler runs, torch excludes this key; its snapshot is of one thread.
-    snapshot = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-    excluded = torch._C._dispatch_tls_local_exclude_set() - snapshot
-    keys = torch._C._dispatch_tls_local_include_set(), excluded
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    modes = [m for m in dispatch._get_current_dispatch_mode_stack() if not isinstance(m, Ahead)]
-    pooling = machine().pooling()
-
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(machine().pool(pooling))
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            torch.set_autocast_enabled("cpu", autocast[0])
-            torch.set_autocast_dtype("cpu", autocast[1])
-            stack.enter_context(torch._C._ForceDispatchKeyGuard(*keys))
-            for mode in modes:
-                dispatch._push_mode(mode)
-            try:
-                yield
-            finally:
-                for _ in modes:
-                    dispatch._pop_mode()
-        torch.set_autocast_enabled("cpu", before[0])
-        torch.set_autocast_dtype("cpu", before[1])
-
-    return entered
-
-
-def _call(held: list[tuple[Callable[[], object], Any]], *, forget: bool) -> None:
-    """Calls a function; objects that only it holds are freed when it returns."""
-    function, state = held.pop() if forget else held[0]
-    with state():
-        function()
-
-
 class Machine:
     """The driver's library and the streams that torch would have made."""
 
@@ -181,7 +137,13 @@ class Machine:
     def stream(self, device: int) -> int:
         """Makes a stream with a Python thread that runs its commands: its kernels are in Python."""
         made: int = self.library.simulated_stream(device, 0)
-        threading.Thread(target=self.library.simulated_serve, args=(made,), daemon=True).start()
+
+        def serve() -> None:
+            # Autograd and modes of torch have seen the ops, when the host issued them.
+            with torch.inference_mode(), torch._C._AutoDispatchBelowADInplaceOrView():
+                self.library.simulated_serve(made)
+
+        threading.Thread(target=serve, daemon=True).start()
         return made
 
     def default_stream(self, device: int) -> int:
@@ -193,20 +155,20 @@ class Machine:
 
     def call(self, stream: int, function: Callable[[], object], *, kind: int = 0,
              name: str = "a kernel", keep: list[Any] | None = None) -> None:  # fmt: skip
-        """Has a stream call a function in this thread's state; kind 1: a kernel, 2: a polling one.
+        """Has a stream call a function; kind 1: a kernel, 2: a polling one.
 
         If it raises, functions that streams are yet to call are skipped. `keep`: a list that lives
         as long as the stream may call the function; without it, the function is called once.
         """
-        ended: list[bool] = []
-        held = [(function, thread_state())]
+        held, ended = [function], list[bool]()
         once = keep is None  # `run` must not hold `keep`, which holds it
         del function
 
         def run() -> None:
             try:
                 if not self.errors:
-                    _call(held, forget=once)
+                    # Objects that only the function holds are freed when it returns.
+                    (held.pop() if once else held[0])()
             except BaseException as error:
                 self.errors.append(error)
             held[:] = () if once else held
@@ -248,21 +210,10 @@ class Machine:
         self.poison.poison_check(text, ctypes.c_size_t(len(text)))
         return text.value.decode()
 
-    def pooling(self) -> bool:
-        """Whether this thread's allocations are counted, see `pool`."""
-        if "poison" not in self.__dict__:  # it was never built
-            return False
-        on = bool(self.poison.poison_pool(0))
-        self.poison.poison_pool(on)
-        return on
-
     @contextlib.contextmanager
-    def pool(self, on: bool = True) -> Iterator[None]:
-        """Inside, this thread's allocations are counted, or not; memory must be poisoned."""
-        if not on and "poison" not in self.__dict__:
-            yield
-            return
-        before = self.poison.poison_pool(int(on))
+    def pool(self) -> Iterator[None]:
+        """Inside, this thread's allocations are counted; memory must be poisoned."""
+        before = self.poison.poison_pool(1)
         try:
             yield
         finally:

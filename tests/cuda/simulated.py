@@ -5,10 +5,6 @@ that run on the thread of their stream. Tensors are the CPU's and tests read the
 calling thread waits for its stream at the end of each call (unless the simulation is `deferred`);
 within a call the host is ahead of the device, as with CUDA. In calls by plans that is true of every
 op of torch (ahead.py): all that the call allocates is freed again before its streams get there.
-
-One thing differs in calls by Python: on CUDA an exception in code that launches kernels is raised
-before later commands are issued. Here that code runs on the stream, so by then they may have been
-issued; the kernels among them are left out, and the call raises at its end.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.utils import _python_dispatch as dispatch
 
 from symm_cp import cuda, native
-from symm_cp.cuda import plans
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
@@ -51,8 +46,6 @@ __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
 
 #: A variable of the environment: options of `simulation`, as JSON.
 SIMULATION = "SYMM_CP_TEST_SIMULATION"
-
-_POLLING = "StreamRuntime._poll"  # the runtime's method whose kernel polls
 
 
 class Recorded:
@@ -201,21 +194,29 @@ class SimulatedDevice(cuda.Device):
 
     def launch(self, lane: str, user: str, kernel: Callable[[], object]) -> None:
         self.machine.raise_errors()
-        function = getattr(kernel, "func", kernel)
-        name = getattr(function, "__qualname__", "a kernel")
         stream = self.current_stream() if lane == "compute" else self._side(lane, user)
-        if self.graph is not None:  # its ops are recorded one by one
-            with self.stream(stream):
-                kernel()
+        with self.stream(stream), self.ahead():
+            kernel()
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Inside, torch's ops go to the current stream, once all other modes have seen them."""
+        if Ahead.active() is not None:
+            yield
             return
-        if not self.capturing():
-            self.machine.load(name, anyway=random.random() < 1 / 8)
-        kind = 2 if _POLLING in name else 1
-        self.machine.call(stream, kernel, kind=kind, name=name)
-        # A call's recording ends with the call: by then the kernel must have run.
-        if lane != "compute" and plans.current() is not None and not self.capturing():
-            self.library.simulated_drain(stream)
-            self.machine.raise_errors()
+        ahead = Ahead(self, None if self.poisoned and not self.capturing() else [])
+        modes = [dispatch._pop_mode() for _ in dispatch._get_current_dispatch_mode_stack()]
+        for mode in (ahead, *reversed(modes)):
+            dispatch._push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in (ahead, *modes):
+                dispatch._pop_mode()
+            for mode in reversed(modes):
+                dispatch._push_mode(mode)
+            if ahead.kept:
+                self.machine.call(self.current_stream(), ahead.kept.clear)
 
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
         self.machine.call(stream, kernel, keep=self._kept)
@@ -266,20 +267,12 @@ class SimulatedDevice(cuda.Device):
 
     def _send_ops(self, where: int) -> None:
         """Has ops of this thread go to streams while a plan runs; see `HostedOps`."""
-        calls: list[Ahead | None] = self._here.__dict__.setdefault("calls", [])
+        calls = self._here.__dict__.setdefault("calls", list[AbstractContextManager[None]]())
         if where == 0:
-            modes = dispatch._get_current_dispatch_mode_stack()
-            inside = any(isinstance(mode, Ahead) for mode in modes)
-            calls.append(None if inside else Ahead(self, None if self.poisoned else []))
-            if calls[-1] is not None:
-                calls[-1].__enter__()
+            calls.append(self.ahead())
+            calls[-1].__enter__()
             return
-        ahead = calls.pop()
-        if ahead is None:
-            return
-        ahead.__exit__(None, None, None)
-        if ahead.kept:
-            self.machine.call(self.current_stream(), ahead.kept.clear)
+        calls.pop().__exit__(None, None, None)
         if where == 1 and not self.mode.deferred:
             self.library.simulated_drain(self.current_stream())
         if self.machine.errors:  # as an assertion on a GPU

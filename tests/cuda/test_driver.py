@@ -310,12 +310,15 @@ def test_a_capture_refuses_batches_waits_of_the_host_and_streams_left_behind(
 
 def test_the_host_is_ahead_of_the_device() -> None:
     with simulation(delays_us=0) as made:
-        may_end, ended = threading.Event(), []
-        made.launch("compute", "sync", lambda: ended.append(may_end.wait(10)))
+        may_end, ended, total = threading.Event(), [], torch.zeros(())
+        made.call(0, lambda: ended.append(may_end.wait(10)))
+        made.launch("compute", "sync", lambda: total.add_(1))
         assert not ended
+        assert total == 0
         may_end.set()
         made.join()
         assert ended == [True]
+        assert total == 1
 
 
 def test_a_graph_computes_when_it_is_replayed() -> None:

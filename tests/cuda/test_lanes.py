@@ -93,16 +93,14 @@ def overlap(group: dist.ProcessGroup, algorithm: str) -> bool:
     add_up = Terms.add_up
 
     def meeting(terms: Terms, out: torch.Tensor, rank: int | None = None, bias: Any = None) -> None:
-        if next(turns) == 0:
-            met.append(began.wait(2))
-        else:
-            began.set()
+        first = next(turns) == 0
+        made.call(0, (lambda: met.append(began.wait(2))) if first else began.set)
         add_up(terms, out, rank, bias)
 
     a, weight = torch.randn(2 * group.size(), 4), torch.randn(4, 3)
     with (
         mock.patch.object(Terms, "add_up", meeting),
-        simulation(delays_us=0, plan_at=-1),
+        simulation(delays_us=0, plan_at=-1) as made,
         tuning.forced(algorithm),
     ):
         symm_cp.matmul_reduce_scatter(a, weight, group=group)

@@ -271,6 +271,7 @@ void simulated_graph_destroy(void* graph) {
 
 // The stream that the calling thread's tensors belong to: it may use what they leave, in order.
 thread_local SimStream* chosen_stream = nullptr;
+int simulated_on_stream() { return simulated::served_here() != nullptr; }
 void* simulated_owning_stream() {
   if (simulated::served_here() != nullptr) return simulated::served_here();
   return chosen_stream != nullptr ? chosen_stream : default_streams[current.device];

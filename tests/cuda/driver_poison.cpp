@@ -26,6 +26,7 @@
 #include <unordered_map>
 
 extern "C" {
+int simulated_on_stream();
 void* simulated_owning_stream();
 void simulated_when_passed(void* owner, void (*function)(void*), void* block);
 void simulated_last_write(uint64_t address, size_t bytes, char* text, size_t room);
@@ -42,17 +43,18 @@ struct Block {
   size_t bytes = 0;
   void* owner = nullptr;
   bool pooled = false;
+  bool counted = false;  // the host made it: streams only make what a GPU would not
 };
 
 struct Blocks {
   std::mutex mutex;
   std::unordered_map<void*, Block> of;
-  size_t bytes = 0, most = 0;  // allocated now, and at a time
+  size_t bytes = 0, most = 0;  // counted now, and at a time
 
   void add(void* data, const Block& block) {
     std::lock_guard<std::mutex> lock(mutex);
     of[data] = block;
-    bytes += block.bytes;
+    if (block.counted) bytes += block.bytes;
     most = std::max(most, bytes);
   }
   std::optional<Block> take(void* data) {
@@ -61,7 +63,7 @@ struct Blocks {
     if (found == of.end()) return std::nullopt;
     const Block block = found->second;
     of.erase(found);
-    bytes -= block.bytes;
+    if (block.counted) bytes -= block.bytes;
     return block;
   }
 };
@@ -142,7 +144,7 @@ class PoisoningAllocator final : public c10::Allocator {
     const size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
     void* data = std::aligned_alloc(kAlign, rounded);
     if (data == nullptr) throw std::bad_alloc();
-    blocks().add(data, {bytes, simulated_owning_stream(), pooling});
+    blocks().add(data, {bytes, simulated_owning_stream(), pooling, simulated_on_stream() == 0});
     pooled += pooling;
     std::memset(data, kPattern, bytes);
     return {data, data, free_block, c10::Device(c10::kCPU)};

@@ -38,6 +38,7 @@ int cuMemAllocHost_v2(void** memory, size_t bytes) {
 }
 int cuDriverGetVersion(int* version) { *version = 13010; return 0; }
 void* symm_cp_hosted_stream(int device) { return reinterpret_cast<void*>(1); }
+void* symm_cp_hosted_use(void* stream) { return stream; }
 """
 _BY_HAND = ("cuMemAllocHost_v2", "cuDriverGetVersion")
 

@@ -30,9 +30,6 @@ _SYNCHRONIZING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 _ALLOCATING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided",
                "new_result")  # fmt: skip
 
-#: Ops whose results on meta tensors may have other strides than on CPU.
-_LAID_OUT = ("pow",)
-
 
 @cache
 def _calls() -> set[tuple[str, str]]:
@@ -128,7 +125,7 @@ class Ahead(TorchDispatchMode):
         device.machine.call(stream, partial(run, *used), kind=kind, name=name, keep=machine_keeps)
 
     def _issue(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        schema, name = func._schema, func.overloadpacket.__name__
+        schema = func._schema
         values = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
         written = [(a.alias_info.before_set, a.name) for a in schema.arguments if a.alias_info]
         # By result: the name of the argument that it is, or "".
@@ -143,7 +140,7 @@ class Ahead(TorchDispatchMode):
 
         shapes = []
         if not all(into):
-            on = "meta" if func.namespace == "aten" and name not in _LAID_OUT else "cpu"
+            on = "meta" if func.namespace == "aten" else "cpu"
             given, named = _without_values((args, kwargs), on)
             shapes = fresh(func(*given, **named))
         made = pytree.tree_map_only(torch.Tensor, self._new, shapes)
@@ -153,8 +150,7 @@ class Ahead(TorchDispatchMode):
         def run(args: Any, kwargs: Any, targets: list[torch.Tensor]) -> None:
             found = fresh(func(*args, **kwargs))
             for target, value in zip(targets, _tensors(found), strict=True):
-                assert target.stride() == value.stride(), func  # the meta kernel is right
-                target.copy_(value)
+                target.copy_(value)  # some meta kernels give other strides than CPU's
 
         self.issue(str(func), run, args, kwargs, _tensors(made))
         results = [values[each] if each else made.pop(0) for each in into]

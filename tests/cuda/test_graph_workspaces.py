@@ -135,6 +135,7 @@ def test_calls_are_made_beside_a_capture(group: dist.ProcessGroup, world_size: i
             return result
 
         graph, found = graphed(made, captured)
+        made.synchronize()  # the stream of the eager calls
         for out in eager:
             check("gather", case, out)
         refill(values)

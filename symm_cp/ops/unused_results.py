@@ -56,14 +56,20 @@ def _traced(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> 
 
 
 def keep_unused(graph: torch.fx.Graph) -> None:
-    """Keeps the calls in a graph whose results nobody uses."""
+    """Keeps the calls in a graph whose results nobody uses in the pass that makes them."""
     used: set[Node] = set()
     for node in reversed(graph.nodes):
         if node.target in _ops and node not in used:
             _keep(graph, node)
         elif not (node in used or node.is_impure()):
             continue
-        used.update(node.all_input_nodes)
+        # A call that only the backward pass needed could be made there: the peers make it before.
+        backward = _is_backward(node)
+        used.update(given for given in node.all_input_nodes if _is_backward(given) or not backward)
+
+
+def _is_backward(node: Node) -> bool:
+    return node.meta.get(_PASS) == "is_backward"
 
 
 def _keep(graph: torch.fx.Graph, node: Node) -> None:

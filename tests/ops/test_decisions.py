@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import symm_cp
 from symm_cp import LoadBalancer
-from symm_cp.ops.collectives import gpu_only
-from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.schedule import SequenceLayout
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.ops.calls import Memory
-from tests.ops.worlds import Rank, World, check_alike
 
 #: Numbers of queries and keys of each rank, which are often equal on some ranks only.
 LENGTHS: dict[int, list[tuple[list[int], list[int]]]] = {
@@ -108,7 +104,7 @@ def test_cross_attention_in_a_context(group: dist.ProcessGroup, world_size: int)
         torch.testing.assert_close(out, expected, msg=f"{of_keys}")
 
 
-# --- every op's decisions, for all ranks of a world in one process ------------------------------
+# --- random programs ---------------------------------------------------------------------------
 
 
 def sizes_of(rng: random.Random, ranks: int) -> list[int]:
@@ -116,60 +112,6 @@ def sizes_of(rng: random.Random, ranks: int) -> list[int]:
     if rng.random() < 0.3:
         return [rng.choice([1, 3, 40])] * ranks
     return [rng.choice([0, 1, 1, 2, 5, 40]) for _ in range(ranks)]
-
-
-#: Ops without decisions of their own: plain collectives, whose native exchange depends only on
-#: values that all ranks compare; and ops that only call others, which are here, too.
-DECIDE_NOTHING = {
-    "fused_all_gather_matmul",
-    "one_shot_all_reduce", "one_shot_all_reduce_out",
-    "one_shot_all_reduce_copy", "one_shot_all_reduce_copy_out",
-    "two_shot_all_reduce_", "two_shot_all_reduce_out", "reduce_scatter_out",
-    "_all_reduce", "_one_shot_all_reduce", "_reduce_scatter", "get_remote_tensors",
-    "_low_contention_all_gather", "_low_contention_reduce_scatter",
-    "_low_contention_all_gather_split", "_low_contention_reduce_scatter_split",
-    "_low_contention_all_gather_out", "_low_contention_reduce_scatter_out",
-    "_low_contention_all_gather_backward", "_low_contention_reduce_scatter_backward",
-    "fused_dispatch_grouped_matmul", "_fused_dispatch_grouped_matmul_backward",
-    "fused_grouped_matmul_combine", "_fused_grouped_matmul_combine_backward",
-    "_same_on_all_ranks",
-    *(op.name for op in gpu_only.OPS),
-}  # fmt: skip
-DECIDE = [op for op in declared() if op.name not in DECIDE_NOTHING]
-
-
-@pytest.mark.parametrize("op", DECIDE, ids=lambda op: op.name)
-@pytest.mark.parametrize("sizes", [[3, 1], [2, 2, 2], [1, 0, 3, 2]], ids=str)
-def test_all_ranks_decide_the_same_of_every_op(op: Op, sizes: list[int]) -> None:
-    """Each op runs its declared example; each rank lays out its tensors at random."""
-    seed = torch.initial_seed()
-
-    def run(rank: Rank) -> None:
-        own = random.Random(seed + rank.rank)
-        torch.set_grad_enabled(own.random() < 0.5)
-
-        def rand(*shape: int, **options: Any) -> torch.Tensor:
-            x = torch.randn(*shape, **options)
-            kind = own.choice(["plain", "transposed", "gaps", "rows"])
-            if kind == "transposed":
-                x = x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
-            elif kind == "gaps":
-                x = torch.stack([x, x], -1)[..., 0]
-            elif kind == "rows" and x.dim() > 1:
-                x = torch.cat([x, x], -1)[..., : x.shape[-1]]
-            if own.random() < 0.6:
-                rank.symmetric.append(x)
-            return x
-
-        example = op.example(Caller("world", rank.rank, len(sizes), sizes, rand))
-        op.kernel(*example.args, **example.kwargs)
-
-    ranks = World(len(sizes)).run(run)
-    check_alike(ranks, f"{op.name} {sizes}")
-    assert ranks[0].notes
-
-
-# --- random programs on real ranks -------------------------------------------------------------
 
 
 def step(group: dist.ProcessGroup, memory: Memory, alike: random.Random, seed: int) -> None:

@@ -217,7 +217,7 @@ def _gradients_of_all(
     saved: Tensors,
 ) -> Tensors:
     """Returns the gradients of this rank's queries, and their part of all keys' and values'."""
-    query, grad_out = dense_features(query), dense_features(saved[0])
+    grad_out, query, out = map(dense_features, (saved[0], query, saved[1]))
     if query.numel() == 0:
         of_keys = _zeros(all_keys)
         return torch.empty_like(query), of_keys[0], of_keys[1]
@@ -227,12 +227,12 @@ def _gradients_of_all(
         lse = lse.masked_fill(work.blind, torch.inf)  # zero weights
     if work.form != TILES:
         found: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, *all_keys, saved[1], lse, 0.0, False,
+            grad_out, query, *all_keys, out, lse, 0.0, False,
             attn_mask=work.mask, scale=spec.scale,
         )  # fmt: skip
         return found
     of_keys, of_query = _zeros(all_keys), rows_first(query, query.shape, wide(query.dtype)).zero_()
-    inner = native_tiles.inner_products(grad_out, saved[1])
+    inner = native_tiles.inner_products(grad_out, out)
     scoring = Scoring(scale=factor_of(query, spec.scale))
     for tile in work.tiles:
         rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)

@@ -349,8 +349,8 @@ class Backward:
         scored: ScoredTiles | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
-        self._query, self._out, self._spec, self._scored = query, out, spec, scored
-        self._grad_out = dense_features(grad_out)
+        self._query, self._spec, self._scored = query, spec, scored
+        self._grad_out, self._out = dense_features(grad_out), dense_features(out)
         # Makes heads of a row adjacent, as the CPU's kernel returns lse: other strides cost a fifth
         # more time there. Other kernels take lse unchanged.
         if query.device.type == "cpu":

@@ -29,7 +29,7 @@ from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 from symm_cp.runtime.calls import GatherCall
-from symm_cp.tensors.dtypes import dtype_name
+from symm_cp.tensors.dtypes import as_bytes, dtype_name
 
 #: The text in errors that says how to turn the comparison off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
@@ -199,11 +199,10 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64, device=flat.device)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
-    as_bytes = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    as_bytes = as_bytes.view(torch.uint8)
-    whole = len(as_bytes) // 8 * 8
-    words = as_bytes[:whole].view(torch.int64)
-    ends = torch.cat([words[:: max(1, len(words) // 4096)], as_bytes[whole:].to(torch.int64)])
+    flat = as_bytes(flat)
+    whole = len(flat) // 8 * 8
+    words = flat[:whole].view(torch.int64)
+    ends = torch.cat([words[:: max(1, len(words) // 4096)], flat[whole:].to(torch.int64)])
     return words.sum() + hashed(ends)
 
 

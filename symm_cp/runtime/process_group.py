@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp.group.memory import Group, is_fake
 from symm_cp.group.one_process import is_one_of_several, rank_of
 from symm_cp.native import wire
-from symm_cp.tensors.dtypes import real, wide
+from symm_cp.tensors.dtypes import as_bytes, real, wide
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
@@ -68,10 +68,10 @@ def exchange(
         return
     sent = [
         data.narrow(0, begin if size else 0, size)  # an empty part may begin behind the end
-        for data in map(_bytes, given)
+        for data in map(as_bytes, given)
         for begin, size in _parts(given_parts, 2, len(given))
     ]
-    places, into = list(_parts(taken_parts, 4)), _bytes(taken)
+    places, into = list(_parts(taken_parts, 4)), as_bytes(taken)
     if kind == wire.ExchangeKind.REDUCE_SCATTER:
         sizes = [into.numel()] * group.world_size
         arrived = _all_to_all(group, sent, sizes, name).view(real(taken).dtype)
@@ -102,10 +102,6 @@ def _parts(numbers: Sequence[int], count: int, of: int = 1) -> Iterator[tuple[in
     for at in range(0, len(numbers), count):
         begin, size, *rest = numbers[at : at + count]
         yield begin, size // of, *rest
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return real(tensor).view(-1).view(torch.uint8)
 
 
 def _all_reduce(

@@ -60,6 +60,12 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor, of which a single number may have any stride."""
+    numbers = real(tensor)
+    return numbers.as_strided((numbers.numel(),), (1,)).view(torch.uint8)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which numbers are added up: float32 for the 16-bit types."""
     return torch.float32 if dtype in NARROW else dtype

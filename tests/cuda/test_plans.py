@@ -315,6 +315,10 @@ def changes(group: dist.ProcessGroup) -> None:
         with tuning.forced("whole"):
             assert [call() for _ in range(3)] == [0, 1, 1]
         assert [call() for _ in range(2)] == [0, 1]
+        symm_cp.set_rotate_method("alltoall")
+        assert [call() for _ in range(3)] == [0, 1, 1]
+        symm_cp.set_rotate_method("allgather")
+        assert [call() for _ in range(2)] == [0, 1]
         with symm_cp.trace() as recording:
             assert [call() for _ in range(2)] == [0, 0]
         assert len(recording.timeline.events) > 2

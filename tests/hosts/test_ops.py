@@ -36,7 +36,6 @@ from tests.ops import (
     test_recurrence,
     test_round_trips,
     test_scan,
-    test_uneven,
 )
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -58,6 +57,8 @@ def all_ops(group: dist.ProcessGroup, seed: int, layouts: int = 2) -> None:
     scattered = symm_cp.low_contention_reduce_scatter(full[rank], group=group)
     assert torch.equal(wait(gathered), rows.flatten(0, 1))
     torch.testing.assert_close(wait(scattered), full.sum(0).chunk(W)[rank])
+    lone = torch.ones(1, 2)[:, ::2]  # contiguous, whatever its strides are
+    assert symm_cp.all_gather_matmul(lone, lone, group=group).tolist() == [[1.0]] * W
     leaf = rows[rank].clone().requires_grad_()
     key, value = symm_cp.all_gather_kv(leaf, leaf * 2, seq_dim=0, group=group)
     (key.sum() + (value * value).sum()).backward()
@@ -98,15 +99,9 @@ def recurrent(group: dist.ProcessGroup) -> None:
     test_convolution.runs(group, "any sizes", "packed")
 
 
-def uneven_parts(group: dist.ProcessGroup) -> None:
-    test_uneven.gathers(group, torch.float32)
-    test_uneven.scatters(group, torch.float32)
-
-
 @HOSTS
 @pytest.mark.parametrize(
-    "family",
-    some(exchanges, of=[exchanges, recurrent, uneven_parts, test_gradients.gather_gradients]),
+    "family", some(exchanges, of=[exchanges, recurrent, test_gradients.gather_gradients])
 )
 def test_families(ranks: Ranks, of_ranks: str, family: object) -> None:
     ranks.run(len(of_ranks), run_apart, of_ranks, family)

@@ -33,6 +33,13 @@ def test_hashes_of_integers_know_values_and_places(dtype: torch.dtype) -> None:
     assert len(hashes) == 1 + 4 * len(range(0, 290, 7))
 
 
+def test_hashes_of_contents_know_no_strides() -> None:
+    for x in (torch.ones(1, 2)[:, ::2], torch.randn(6, 3).t(), torch.randn(9)[3:] * 1j):
+        same = torch.empty(x.shape, dtype=x.dtype).copy_(x)
+        assert equal_inputs.content_hash(x) == equal_inputs.content_hash(same)
+        assert equal_inputs.content_hash(x) != equal_inputs.content_hash(same + 1)
+
+
 def test_values_are_compared_but_for_rounding() -> None:
     x = torch.randn(1000)
     first = equal_inputs.spread_values(x, 8).tolist()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp import native
 from symm_cp.group.memory import GroupLike, group_name, unknown_group
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.error_reports import reports_to_peers
@@ -53,6 +54,8 @@ def set_rotate_method(rotate_method: str) -> None:
     global _rotate_method
     if rotate_method not in ROTATE_METHODS:
         raise ValueError(f"set_rotate_method: {rotate_method=} must be one of {ROTATE_METHODS}")
+    if rotate_method != _rotate_method:
+        native.drop_plans()  # plans of attention follow the method
     _rotate_method = rotate_method
 
 

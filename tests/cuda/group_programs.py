@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,14 @@ class _Caller:
         self.pending: list[tuple[str, Case, torch.Tensor]] = []
 
     def run(self, calls: tuple[str, ...]) -> int:
+        try:
+            return self.make(calls)
+        except BaseException:
+            traceback.print_exc()  # the other callers of this rank may wait for ever
+            raise
+
+    def make(self, calls: tuple[str, ...]) -> int:
+        """Makes the calls, and checks their results; returns the number of calls."""
         for name in calls:
             if self.choose.random() < 0.3:
                 time.sleep(self.choose.random() / 100)

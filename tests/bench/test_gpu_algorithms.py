@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import gpu_algorithms
 from benchmarks.gpu_algorithms import Attention, Matmul
+from tests.exhaustive import exhaustive
 
 # All-gather-matmuls in bfloat16 on 8 H100, as others have measured them: rows of a rank, columns,
 # inner dimension, microseconds of NCCL and then one matmul, and of torch's op, which goes by shards
@@ -38,6 +39,7 @@ def test_which_way_would_8_h100_take(
     assert (matmul.by_size() == "whole") == (whole < shards)
 
 
+@exhaustive
 def test_two_lanes_are_never_slower_than_one() -> None:
     for case, ranks in gpu_algorithms.cases():
         if isinstance(case, Matmul) and case.op in ("gather", "scatter"):

@@ -34,7 +34,8 @@ def in_chunks(
 def out_of_chunks(chunks: torch.Tensor, lengths: Sequence[int], batch: int) -> torch.Tensor:
     """(B * H, N, C, V) as (B, S, H, V), without the padding of a fragment's last chunk."""
     size = chunks.shape[2]
-    rows = chunks.reshape(batch, chunks.shape[0] // batch, -1, chunks.shape[3])
+    rows = chunks.flatten(1, 2)
+    rows = rows.reshape(batch, len(rows) // batch, *rows.shape[1:])
     counts = counts_of(lengths, size)
     if len(lengths) == 1:
         rows = rows[:, :, : lengths[0]]
